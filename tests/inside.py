@@ -269,7 +269,10 @@ if TYPE_CHECKING:
         Timelines,
         TraceFile,
     )
+    from flowkv.policy import admission as write_admission
     from flowkv.policy import warming as warming_module
+    from flowkv.policy.admission import RULES as WRITE_RULES
+    from flowkv.policy.admission import WriteAdmission
     from flowkv.policy.base import (
         CUT_OFF,
         NEVER_NS,
@@ -526,6 +529,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.remote.backend import Listed
     from flowkv.tiers.remote.erasures import AGAIN_S, MOST_ENTRIES, RemoteErasures
     from flowkv.tiers.remote.mooncake import Mooncake, MooncakeTier
+    from flowkv.tiers.remote.nixl import Nixl, NixlTier
     from flowkv.tiers.remote.objects import (
         MOST_CATALOGS,
         ObjectBackend,

@@ -285,3 +285,10 @@ def test_record_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "invalid choice" in refused(capsys, "sim", "record", "abacus", "tcp://a:1", *out)
     assert cli.main([*here, *out, "--seconds", "0.1"]) == 1
     assert "Nothing came" in capsys.readouterr().out
+
+
+def test_replays_compare_rules_of_write_admission(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sim", "replay", "chat:requests=600", "--policy", "lru", "--sizes", "5%"]
+    assert cli.main([*words, "--tiers", "disk:100%", "--admit", "all,second-touch"]) == 0
+    said = capsys.readouterr().out
+    assert "Writes to lasting places" in said and "lru+second-touch" in said

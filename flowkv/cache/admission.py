@@ -15,9 +15,19 @@ from flowkv.cache.context import PolicyContext
 from flowkv.cache.index import Block
 from flowkv.cache.mover import Mover
 from flowkv.cache.pool import Forms
+from flowkv.policy.base import DEFAULT_RANK, Lease
 from flowkv.policy.order.leaf import as_slots
 from flowkv.residency.keyed import PolicyPlace
 from flowkv.tiers.base import FrameInfo, Tier
+
+_SHORT = ("", "one_shot", "ephemeral")
+
+
+def _stays(block: Block) -> bool:
+    """Return whether a request asked for a page to be kept: by a pin, a lease or `Retain`."""
+    lease = block.lease
+    asked = lease.rank >= DEFAULT_RANK if isinstance(lease, Lease) else lease not in _SHORT
+    return block.pinned or asked
 
 
 class Provisional(dict[Block, bool]):
@@ -100,6 +110,37 @@ class Admission:
                 break
         self._mover.lanes[number].unpaid += len(poor)
         return [block for block in blocks if block not in poor]
+
+    @property
+    def writes_all(self) -> bool:
+        """Return whether every page is written at once: without write admission, or to memory."""
+        number = self.lasting()
+        host = number < 0 or self._tiers[number].kind == "host"
+        return host or self._context.writes is None or self._sends()
+
+    def at_once(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Return the pages that are written as soon as they are final."""
+        return blocks if self.writes_all else [block for block in blocks if _stays(block)]
+
+    def chosen(self, blocks: Iterable[Block]) -> list[Block]:
+        """Return the pages that write admission would let leave memory now."""
+        some, rule = [*blocks], self._context.writes
+        if rule is None or not some:
+            return some
+        rule.choose(as_slots([block.slot for block in some if _stays(block)]))
+        return [*compress(some, rule.admits(as_slots([block.slot for block in some])))]
+
+    def leaving(self, blocks: list[Block], number: int) -> list[Block]:
+        """Return the blocks that may leave memory for a tier, by write admission; count others."""
+        rule = self._context.writes
+        if rule is None or self.writes_all or self._tiers[number].kind == "host":
+            return blocks
+        pages = [block for block in blocks if block.kind == "page"]
+        self.chosen(pages)
+        admitted = rule.depart(as_slots([block.slot for block in pages]))
+        declined = {*compress(pages, ~admitted)}
+        self._mover.lanes[number].declined += len(declined)
+        return [block for block in blocks if block not in declined]
 
     def storable(self, blocks: Iterable[Block], number: int) -> list[Block]:
         """Return the blocks that a tier is open to, if it is writable, be it resting or not."""

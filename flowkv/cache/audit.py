@@ -456,6 +456,9 @@ def _reason(
     if lossy is not None and lossy.somewhere and lossy.fidelity > store.stack.fidelity:
         codec = FIDELITIES[lossy.fidelity]
         return f"the page at token {pages * size} is stored, but {codec} is too lossy here", None
+    if store.context.writes and store.context.writes.declined(store.index.slot(seq.key(0, pages))):
+        how = f"admit={store.context.writes.rule!r} did not write it"
+        return f"the page at token {pages * size} left memory, and {how}", None
     missing = _missing(restorer, seq, pages)
     if len(missing) < len(seq.blocks):
         groups = ", ".join(f"page {page} in layer group {g}" for g, page in missing.items())

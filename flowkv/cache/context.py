@@ -13,6 +13,7 @@ from flowkv.cache.index import Block, PrefixIndex
 from flowkv.core.clock import Clock
 from flowkv.core.geometry import CODEC_SHIFT
 from flowkv.core.keys import ROOT
+from flowkv.policy.admission import WriteAdmission
 from flowkv.policy.restore import LoadGate
 from flowkv.residency.keyed import PolicyPlace
 
@@ -30,6 +31,7 @@ class PolicyContext:
         gate: Rates of the model and of loads.
         page_size: Tokens of a page.
         tenants: Numbers of tenants by their salt: those with a quota are the first.
+        writes: Chooses the pages that leave memory for lasting tiers; None writes all.
     """
 
     index: PrefixIndex
@@ -37,6 +39,7 @@ class PolicyContext:
     gate: LoadGate
     page_size: int
     tenants: dict[bytes, int]
+    writes: WriteAdmission | None = None
     _moment_ns: int | None = None
 
     def now_ns(self) -> int:
@@ -91,11 +94,14 @@ class PolicyContext:
             first, last = run[0], run[-1]
             more = 0 if here else _ALIKE - 1
             middle = ((first.depth & ~more) + (last.depth | more) + 1) / 2  # one cost for all
-            above = self.index.slots(map(_PARENT, run))
+            above = np.array(self.index.slots(map(_PARENT, run)), np.int64)
+            slots = np.array([*map(_SLOT, run)], np.int64)
+            if self.writes is not None:
+                self.writes.insert(slots, above)
             place.policy.insert(
                 self.now_ns(),
-                np.array([*map(_SLOT, run)], np.int64),
-                np.array(above, np.int64),
+                slots,
+                above,
                 n_bytes=n_bytes(first),
                 cost_ns=round(self.gate.token_s(middle * self.page_size) * self.page_size * 1e9),
                 lease=first.lease,

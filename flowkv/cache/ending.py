@@ -92,6 +92,7 @@ class Ending:
             proven = kv is None or self._prepare(kv, end_s)
         with self._lock.within(end_s - _now_s()) as held, contextlib.suppress(Exception):
             if held and _now_s() < end_s:
+                self._store.writes.write_chosen(self._store.index)
                 self._store.writes.drain()
         return 0 if proven else self._store.writes.unproven
 

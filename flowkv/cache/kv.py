@@ -980,9 +980,10 @@ class KV:
     ) -> int:
         """Pin or unpin a prompt's cached pages against eviction; return their tokens."""
         with self._probe(tokens, tenant, salts) as seq:
-            blocks = self.restorer.known_blocks(seq)
+            blocks, store = self.restorer.known_blocks(seq), Planner.of(seq).store
             for block in blocks:
-                Planner.of(seq).store.pin(block, pinned)
+                store.pin(block, pinned)
+            store.writes.write_chosen(store.stack.admission.at_once(blocks))
             return sum(block.group == 0 for block in blocks) * self.page_size
 
     def forget(
@@ -1548,6 +1549,7 @@ class KV:
             if self.planner is None:
                 return True
             store = self._agreed().store
+            store.writes.write_chosen(store.index)
             waiting, told = store.writes.flush(timeout_s), self._lost
             self._lost = store.stack.lost
             return not waiting and self._lost == told

@@ -439,6 +439,7 @@ class Lane:
         refused: Frames that the tier returned and that failed verification.
         dropped: Pages that the tier did not store, as it was busy, away or full.
         unpaid: Pages that were not stored, as loading them could never pay.
+        declined: Pages that left memory, and that write admission kept from the tier.
         bodies: Frames that are being stored, by key.
         stale: Headers of frames that are being stored and were forgotten since, by key.
         behind: Stores of keys with another store under way, sent once that is answered.
@@ -453,7 +454,7 @@ class Lane:
         self.guard = RegretGuard()
         self.schedule, self.loads, self.stores = Schedule(), loads, Rates()
         self.overdue = self.cancelled = self.loaded_bytes = self.stored_bytes = 0
-        self.refused = self.dropped = self.unpaid = self.incoming_bytes = 0
+        self.refused = self.dropped = self.unpaid = self.declined = self.incoming_bytes = 0
         self.bodies, self._jobs = dict[bytes, OnTheWay](), dict[int, _Job]()
         self.stale, self.behind = dict[bytes, FrameInfo](), dict[bytes, list[TransferRequest]]()
         self._busy_until_s, self._shortest_s, self._rests_until_ns = 0.0, math.inf, 0

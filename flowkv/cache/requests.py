@@ -509,6 +509,8 @@ class RequestTracker:
             visit = Visit(seq.request + g, session, tokens, pages, tenant)
             for place in self.store.places:
                 place.policy.access(now, slots, visit)
+            if self.store.context.writes is not None:
+                self.store.context.writes.access(slots)
             if self.prefetches is not None:
                 self.prefetches.accessed(now, visit.request, g, slots)
         if seq.care is not NO_CARE:
@@ -598,6 +600,7 @@ class RequestTracker:
                     block.lease = lease
                     blocks.append(block)
             self.store.insert([block for block in blocks if block.page >= 0])
+            self.store.writes.write_chosen(self.store.stack.admission.at_once(blocks))
             for number in range(len(self.store.stack.tiers)):
                 self.store.stack.insert([b for b in blocks if b.tiers >> number & 1], number)
 

@@ -255,12 +255,12 @@ class Sealer:
         if block is not None:
             block.fidelity = max(block.fidelity, item.codec)
             if not item.page >> CODEC_SHIFT:
-                self.store.writes.write_down(block)
+                self.store.writes.write_filled(block)
 
     def _refuse(self, item: _Due, layer: int, status: int) -> None:
         if item.block is not None:
             item.block.sealable = False
-            self.store.writes.write_down(item.block)  # the page is final as it is
+            self.store.writes.write_filled(item.block)  # the page is final as it is
         else:
             for row in item.rows:
                 self._stays.setdefault(row, set()).add((item.group, item.page_no))
@@ -448,7 +448,7 @@ class Publisher:
             fresh += made
         encoded = [block for block, page in made.items() if page >> CODEC_SHIFT]
         # Raw pages with a codec ahead of them are written once they are encoded.
-        store.writes.write_down(*(encoded if store.forms[g].ladder.rungs else made))
+        store.writes.write_filled(*(encoded if store.forms[g].ladder.rungs else made))
         if not seq.publishable:
             return
         seq.published[g] = full

@@ -212,6 +212,7 @@ _LEVELS = {
     "locked": "tier_locked_frames",
     "dropped": "tier_dropped_total",
     "unpaid": "tier_unpaid_total",
+    "declined": "tier_declined_total",
     "load_bytes_per_s": "tier_load_bytes_per_second",
     "store_bytes_per_s": "tier_store_bytes_per_second",
     "prefetch_used_bytes": "prefetch_used_bytes_total",
@@ -245,7 +246,7 @@ def tier_report(stack: TierStack, number: int) -> dict[str, Any]:
             "rests": lane.guard.rests,
         },
     }
-    for counted in ("loaded_bytes", "stored_bytes", "refused", "dropped", "unpaid"):
+    for counted in ("loaded_bytes", "stored_bytes", "refused", "dropped", "unpaid", "declined"):
         report[counted] = getattr(lane, counted)
     for way, rates in (("load", lane.loads), ("store", lane.stores)):
         report[f"{way}_bytes_per_s"] = rates.bytes_per_s

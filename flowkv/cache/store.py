@@ -29,6 +29,7 @@ from flowkv.core.errors import CapacityError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, GRANULE_MASK, Geometry
 from flowkv.core.keys import tenant_salt
 from flowkv.observe.events import Bus, Evicted
+from flowkv.policy.admission import WriteAdmission
 from flowkv.policy.base import Policy
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.restore import LoadGate
@@ -581,7 +582,8 @@ class PageStore:
         self.overflows, self.defragment_bytes = config.overflow, config.defragment_bytes
         self.index = PrefixIndex(self._drop)
         salts = {tenant_salt(name, config.secret_bytes): n for n, name in enumerate(config.quotas)}
-        self.context = PolicyContext(self.index, clock, gate, geometry.page_size, salts)
+        writes = None if config.admit == "all" else WriteAdmission(config.admit)
+        self.context = PolicyContext(self.index, clock, gate, geometry.page_size, salts, writes)
         self.samples = Samples(config.audit)
         self.coming: dict[Block, list[Any]] = {}
         made = [(device, policies("gpu", pool.capacity_bytes())) for device, pool in pools.items()]
@@ -640,6 +642,8 @@ class PageStore:
     def _drop(self, slots: Sequence[int]) -> None:
         for place in self.places:
             place.forget(slots)
+        if self.context.writes is not None:
+            self.context.writes.forget(as_slots(slots))
         self._on_drop(slots)
 
     def pool(self, group: int) -> PagePool:
@@ -671,6 +675,8 @@ class PageStore:
         now, slots = self.context.now_ns(), as_slots([block.slot for block in blocks])
         for place in self.places:
             place.policy.access(now, slots)
+        if self.context.writes is not None:
+            self.context.writes.access(slots)
 
     @property
     def places(self) -> Iterable[PolicyPlace]:

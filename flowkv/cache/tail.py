@@ -176,7 +176,11 @@ class Tails:
             if stop > end or few or known or self._hidden(seq, page_no):
                 continue
             above = seq.blocks[0][page_no - 1] if page_no else None
-            if above is None or store.stack.admission.worth_storing([above], number):
+            admission = store.stack.admission
+            worth = admission.writes_all
+            if above is not None:
+                worth = bool(admission.worth_storing(admission.at_once([above]), number))
+            if worth:
                 for g in range(len(seq.blocks)):
                     self._save(seq, g, page_no, count, number)
 

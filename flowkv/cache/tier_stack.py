@@ -476,11 +476,13 @@ class TierStack:
                 all tiers that should store it rest.
         """
         found, left, admission = dict[int, list[Block]](), [*blocks], self.admission
+        from_memory = first == 0 or self.tiers[first - 1].kind == "host"
         for rests in (False, True):
             for number in range(first, len(self.tiers)):
                 left = [b for b in left if not (b.gone or (b.tiers | b.going) >> number & 1)]
                 if left and self.mover.lanes[number].rests is rests:
                     worth = admission.worth_storing(admission.storable(left, number), number)
+                    worth = admission.leaving(worth, number) if from_memory else worth
                     takes = dict.fromkeys(admission.admitted(worth, number))
                     left = [block for block in left if block not in takes]
                     if takes and not rests:

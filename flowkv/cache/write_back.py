@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from flowkv.cache.index import Block
 from flowkv.cache.pool import AT_ONCE_BYTES
@@ -46,6 +46,26 @@ class WriteBack:
         self.give_up_late: Callable[[], None] = lambda: None
         self._held_back = False  # until the first page that would not pay
 
+    def write_filled(self, *blocks: Block) -> None:
+        """Write pages down that became final, as far as they need not wait to leave memory."""
+        some = self._admission.at_once(blocks)
+        self._held_back |= len(some) < len(blocks)
+        if some:
+            self.write_down(*some)
+
+    def write_chosen(self, blocks: Iterable[Block]) -> None:
+        """Write the pages in memory down that write admission would let leave it now."""
+        number = self._admission.writes_to()
+        if number >= 0 and not self._admission.writes_all:
+            self.write_down(*self._admission.chosen(b for b in blocks if self._waits(b, number)))
+
+    def _waits(self, block: Block, number: int) -> bool:
+        """Return whether memory has a final page that is neither stored nor queued."""
+        if block.kind != "page" or block.page >= 0:
+            return block.kind == "page" and self._may_write(block, number)
+        free = block not in self._stack.provisional and block not in self._stack.unwritten
+        return free and block.tiers > 0 and block.lacked_by(number)
+
     def write_down(self, *blocks: Block) -> None:
         """Write full pages to the first persistent tier, in the background.
 
@@ -78,7 +98,7 @@ class WriteBack:
                 self._store_or_miss(block, number, *tail)
             elif block.page >= 0:
                 if self._may_write(block, number):
-                    self.write_down(block)
+                    self.write_filled(block)
             elif block.lacked_by(number) and self._admission.worth_storing([block], number):
                 stack.wait(block)
 

@@ -42,6 +42,7 @@ EXTRAS = {  # extra -> (distribution, oldest version, purpose)
     "object": ("obstore", "0.6", "object storage"),
     "redis": ("redis", "5", "Redis and Valkey"),
     "mooncake": ("mooncake-transfer-engine", "0.3", "Mooncake Store"),
+    "nixl": ("nixl", "1.5", "directories through NIXL"),
     "report": ("matplotlib", "3.10", "reports as HTML"),
     "metrics": ("prometheus-client", "0.20", "Prometheus metrics"),
     "otel": ("opentelemetry-api", "1.25", "OpenTelemetry metrics and spans"),

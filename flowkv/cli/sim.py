@@ -60,6 +60,10 @@ def _add_replays(verb: AddVerb) -> None:
         parser.add_argument("--markov", help=about, **more)
         about = "places below the first, as dram:5%%,disk:30%%:kv8, or none; repeat it to compare"
         parser.option("--tiers", "A,B", about, type=names, action="append", default=[])
+        about = (
+            "with --tiers: blocks that leave memory for disk and remote, by all, second-touch, auto"
+        )
+        parser.option("--admit", "A,B", about, type=names, default=["all"])
         about = "of the first place with --tiers: raw, kv8 or kv4"
         parser.add_argument("--codec", default="raw", help=about)
         about = "adds times and prices: h100, h200, b200, mi300x or laptop"
@@ -130,7 +134,8 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         result
         for trace in traces
         for tiers in stacks
-        for result in _results(given, trace, tiers, makers, told, named=len(stacks) > 1)
+        for admit in given.admit
+        for result in _results(given, trace, tiers, admit, makers, told, named=len(stacks) > 1)
     ]
     for trace in traces:
         own = [result for result in results if result.trace == trace.name]
@@ -139,6 +144,8 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         screen.table(_COLUMNS, list(map(_replays_cells, own)), title=title)
         if "states" in own[0].extra:
             screen.table(_STATES, list(map(_states_cells, own)), title="States of recurrent layers")
+        if given.admit != ["all"]:
+            screen.table(_WRITES, list(map(_writes_cells, own)), title="Writes to lasting places")
         if "hardware" in own[0].extra:
             title = f"Times and prices on {own[0].extra['hardware']}, a model of both"
             screen.table(*_priced(own), title=title)
@@ -186,6 +193,7 @@ def _results(
     given: argparse.Namespace,
     trace: Trace,
     tiers: Sequence[str],
+    admit: str,
     makers: dict[str, Any],
     told: dict[str, Any],
     *,
@@ -197,6 +205,7 @@ def _results(
         given: The arguments.
         trace: The trace.
         tiers: The places below the first.
+        admit: Rule of write admission.
         makers: Names of policies, with what makes each.
         told: Hints, queue and prefetch options of the policies.
         named: Name the tiers in the results.
@@ -206,13 +215,14 @@ def _results(
     shares = {size: share_of(size) for size in given.sizes}
     hardware = given.hardware or ("h100" if named else None)  # tiers are compared by times
     common: dict[str, Any] = {
-        "hardware": hardware, "model": given.model, "states": given.states
+        "hardware": hardware, "model": given.model, "states": given.states, "admit": admit
     }  # fmt: skip
     if tiers:
         common |= {"tiers": tiers, "codec": given.codec}
     words = {"hints": given.hints is not None, "queue": given.queue > 0, "prefetch": given.prefetch}
     beyond = "".join(f"+{word}" for word, said in words.items() if said)
     below = f"+{','.join(tiers)}" if named and tiers else ""
+    below += f"+{admit}" if admit != "all" else ""
     each: Any = {make: _UNTOLD if name == "opt" else told for name, make in makers.items()}
     jobs = [(size, name) for size in shares for name in makers]
     results: list[Result] = []
@@ -253,6 +263,20 @@ def _replays_cells(result: Result) -> list[str]:
         "-" if traffic is None else f"{traffic:.3f}x",
         _or_dash(result.prefetch_precision, ".0%"),
         f"{result.blocks_per_s / 1e6:.1f}",
+    ]
+
+
+_WRITES = ["policy", "size", "prefix hits", "written, of the blocks", "declined"]
+
+
+def _writes_cells(result: Result) -> list[str]:
+    written = sum(int(result.extra.get(f"written_{name}") or 0) for name in ("disk", "remote"))
+    return [
+        result.policy,
+        f"{100 * result.size:.4g}%",
+        f"{result.prefix_hit_ratio:.2%}",
+        f"{written:,}",
+        f"{result.extra.get('declined') or 0:,}",
     ]
 
 

@@ -42,7 +42,7 @@ _EXAMPLES = "Write a size like 8GiB, 512MiB, 200GB or 25%"
 LOCAL_KINDS = ("gpu", "host", "disk")
 """Kinds of places on this machine, fastest first; every other kind is the scheme of a URI."""
 _REMOTE = re.compile(
-    r"(redis|rediss|valkey|valkeys|unix|mooncake|s3|gs|az|https?)(?=:/)", re.IGNORECASE
+    r"(redis|rediss|valkey|valkeys|unix|mooncake|nixl|s3|gs|az|https?)(?=:/)", re.IGNORECASE
 )
 
 
@@ -450,6 +450,7 @@ _EITHER: dict[str, tuple[str, ...]] = {
     "integrity": ("xxh3", "aead"),
     "lossless": ("auto", "on", "off"),
     "prefetch": ("auto", "markov", "off"),
+    "admit": ("all", "second-touch", "auto"),
 }
 
 
@@ -504,6 +505,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         durability: "sync" flushes every written page to the medium; "none" leaves that to the
             operating system, and a power cut loses the latest pages.
         write_back: Write filled pages down the tiers in the background, before they are evicted.
+        admit: Pages to write to disks and remote stores. "all" writes each as soon as it is full.
+            The others write pages when they leave memory, and at `flush` and `close`, to spare the
+            medium: "second-touch" once two requests have used a page, "auto" unless pages of its
+            turn hardly ever return (`flowkv.policy.admission`). Pinned pages, and those with a
+            lease or `Retain` that does not shorten their stay, are always written at once.
         defragment_bytes: Most bytes moved within the device pool at the end of a step, where free
             memory is scattered between pages of several sizes; 0 for never.
         overflow: Sequences may be longer than the device pool: pages that do not fit stay in host
@@ -544,6 +550,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     exclusive: bool = False
     durability: Literal["none", "sync"] = "none"
     write_back: bool = True
+    admit: Literal["all", "second-touch", "auto"] = "all"
     defragment_bytes: int = 16 << 20
     overflow: bool = False
     graphs: int | str = "auto"

@@ -161,6 +161,7 @@ tier_refused_total | c | tier | | Frames damaged or of another kind
 tier_locked_frames | g | tier | | Encrypted frames of another secret in a directory at its opening
 tier_dropped_total | c | tier | | Pages not written, as the tier was too slow, away or full
 tier_unpaid_total | c | tier | | Pages not written, as loading them would take longer than computing
+tier_declined_total | c | tier | | Pages that left memory and were not written, by `admit`
 tier_load_bytes_per_second | g | tier | | Measured rate of loads
 tier_store_bytes_per_second | g | tier | | Measured rate of writes
 prefetch_used_bytes_total | c | tier | | Bytes prefetched from a tier, and used

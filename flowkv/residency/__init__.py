@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, StateError
+from flowkv.policy.admission import WriteAdmission
 from flowkv.policy.base import NO_SLOTS, Lease, Policy, Slots, Visit, counts_pins
 from flowkv.policy.order.compiled import SLOT_LIMIT
 from flowkv.policy.order.leaf import as_slots
@@ -38,10 +39,12 @@ class Place(NamedTuple):
     Attributes:
         policy: A fresh policy, used by this place alone.
         capacity_bytes: Capacity of the place.
+        lasts: Whether write admission chooses what comes to it from memory.
     """
 
     policy: Policy
     capacity_bytes: int
+    lasts: bool = False
 
 
 class Move(NamedTuple):
@@ -83,7 +86,7 @@ class Shelf:
                 "Pass Place(make_policy(name), capacity_bytes)",
             )
         self.policy = policy
-        self.number = number
+        self.number, self.lasts = number, place.lasts
         self.used_at = at.USED + number
         self.resize(place.capacity_bytes)
         self.shed = policy.shed if isinstance(policy, Tenants) else None
@@ -190,9 +193,13 @@ class Ledger:
             first. By default four times as many as are resident, and 65,536 at least.
         seed: Seed of the table of ids; changes no decision. Keep it secret where strangers choose
             ids.
+        admission: Chooses the blocks that leave memory for places that last; all by default.
 
     Raises:
         ConfigError: If there is no place, or too many, or a value is out of range.
+
+    Attributes:
+        declined: Blocks that left memory and that write admission declined.
     """
 
     def __init__(
@@ -202,6 +209,7 @@ class Ledger:
         block_bytes: int = 1,
         ghosts: int | None = None,
         seed: int = 0,
+        admission: WriteAdmission | None = None,
     ) -> None:
         self._shelves = [Shelf(place, k) for k, place in enumerate(places)]
         if not 1 <= len(self._shelves) <= at.MAX_PLACES:
@@ -214,7 +222,7 @@ class Ledger:
                 "Use block_bytes of 1 or more, and ghosts of 0 or more",
             )
         self.block_bytes = block_bytes
-        self._ghosts = ghosts
+        self._ghosts, self._admission, self.declined = ghosts, admission, 0
         self._alone = len(self._shelves) == 1
         self._clock = FIRST_TIME
         self._moves: list[Move] = []
@@ -269,6 +277,8 @@ class Ledger:
         n = int(at.land(self._blocks, self._state, slots, said, self._out))
         if n:
             new, parents = self._out[0, :n], self._out[1, :n]
+            if self._admission is not None:
+                self._admission.insert(new, parents)
             self._shelves[k].policy.insert(now, new, parents, **terms._asdict())
             if not self._alone:
                 lease = self._lease_number(terms.lease)
@@ -350,6 +360,10 @@ class Ledger:
                     f"{list(admitted.shape)} of {len(missing)} blocks",
                     "Answer admit() with one bool for each block",
                 )
+            missing = missing[admitted]
+        if self._admission is not None and shelf.lasts and not self._shelves[k - 1].lasts:
+            admitted = self._admission.depart(missing)
+            self.declined += len(missing) - int(np.count_nonzero(admitted))
             missing = missing[admitted]
         if not len(missing):
             return
@@ -465,6 +479,8 @@ class Ledger:
         at.lay_ghosts(*self._index, bound, out)
         for shelf in self._shelves:
             shelf.policy.forget(out)
+        if self._admission is not None:
+            self._admission.forget(out)
 
     def namespace(self, name: bytes, generation: int = 0) -> int:
         """Return the number of a namespace: of a tenant, model, adapter, or all of them.
@@ -678,6 +694,8 @@ class Ledger:
         visit = Visit(request, meta.session, meta.tokens, n)
         for shelf in self._shelves:
             shelf.policy.access(now, chain, visit)
+        if self._admission is not None:
+            self._admission.access(chain)
         return chain, sources, hits
 
     def _known(self, namespace: int, ids: Ids) -> Slots:

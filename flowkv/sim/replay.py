@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, refuse_unknown
 from flowkv.policy import make_policy
+from flowkv.policy.admission import WriteAdmission
 from flowkv.policy.base import NEVER_NS, Learner, Policy, Slots, Visit
 from flowkv.policy.optimum import Optimum, belady
 from flowkv.policy.order.compiled import Array, kernel
@@ -566,6 +567,9 @@ def share_of(size: Any) -> float:
 
 _HOUR_S = 3600.0
 
+LASTING = ("disk", "remote")
+"""Places behind write admission."""
+
 
 class ReplayTier(msgspec.Struct, frozen=True, kw_only=True):
     """Place of a replay.
@@ -609,12 +613,17 @@ class PlaceStack:
         trace: Trace to replay.
         policies: One fresh policy per place.
         pages: Blocks that fit in each.
+        lasts: Whether each is behind write admission; none by default.
+        admission: Chooses the blocks that leave memory for those places.
     """
 
-    def __init__(self, trace: Trace, policies: Sequence[Policy], pages: Sequence[int]) -> None:
+    def __init__(
+        self, trace: Trace, policies: Sequence[Policy], pages: Sequence[int],
+        lasts: Sequence[bool] = (), admission: WriteAdmission | None = None,
+    ) -> None:  # fmt: skip
         self.trace = trace
-        places = [Place(policy, room) for policy, room in zip(policies, pages, strict=True)]
-        self.ledger = Ledger(places, ghosts=trace.unique)
+        places = [*map(Place, policies, pages, lasts or [False] * len(pages))]
+        self.ledger = Ledger(places, ghosts=trace.unique, admission=admission)
         self.course = Course(len(trace))
         self.found = np.zeros((len(trace), len(places)), np.int64)
         self.moved = np.zeros(len(places) + 1, np.int64)
@@ -743,6 +752,8 @@ class ReplaySettings(TypedDict, total=False):
             `flowkv.sim.replay`). Hits are then those of all places, traffic counts blocks that none
             of them had, and there is no closure. Without hints, queue, prefetch, warm start.
         codec: Codec of the blocks of the first place: raw, kv8 or kv4; as with `tiers`.
+        admit: With `tiers`, the blocks that leave memory for the disk or the remote place: "all",
+            or by a rule of `flowkv.policy.admission`.
         hardware: A name of `HARDWARE`, which gives times and prices; "h100" with `tiers`.
         model: A name of `MODELS`; "8b" by default.
         states: A rule of `flowkv.policy.states.STATE_RULES` for a hybrid model, whose hits end at
@@ -760,6 +771,7 @@ class ReplaySettings(TypedDict, total=False):
     costs: bool
     tiers: Sequence[str | ReplayTier]
     codec: str
+    admit: str
     hardware: str | None
     model: str
     states: str | Options | None
@@ -797,7 +809,8 @@ def replay(
             f"Use {', '.join(ReplaySettings.__annotations__)}",
         )
     capacity = pages_of(trace, pages, size)
-    if settings.get("tiers") or settings.get("codec", "raw") != "raw":
+    told = settings.get("codec", "raw") != "raw" or settings.get("admit", "all") != "all"
+    if settings.get("tiers") or told:
         return _tiered(trace, policy, capacity, settings)
     plain = not _beyond(settings) and not settings.get("states")
     if policy == "opt" and plain and not settings.get("options"):
@@ -909,16 +922,24 @@ def _tiered(trace: Trace, policy: Maker, capacity: int, settings: ReplaySettings
     tiers = [first, *below]
     pages = [tier.capacity(trace.unique) for tier in tiers]
     policies = [make(trace, tier.policy or policy, settings) for tier in tiers]
-    stack = PlaceStack(trace, policies, pages)
+    rule = settings.get("admit", "all")
+    admission = None if rule == "all" else WriteAdmission(rule)
+    lasts = [tier.place in LASTING for tier in tiers]
+    if admission is not None and not any(lasts):
+        raise ConfigError(f"admit={rule!r} without a place that lasts", 'Add one, as "disk:100%"')
+    stack = PlaceStack(trace, policies, pages, lasts, admission)
     start = perf_counter()
     course = stack.replay(settings.get("progress"))
     seconds = perf_counter() - start
     name = "/".join(dict.fromkeys(tier.policy or policy for tier in tiers))
     digest = stack.digest()
     result = judge(trace, course, policy=name, pages=sum(pages), seconds=seconds, digest=digest)
+    extra = priced(trace, stack.found, tiers, hardware, model)
+    for k, tier in enumerate(tiers[1:], 1):
+        extra[f"written_{tier.place}"] = int(stack.moved[k])
     return msgspec.structs.replace(
         result,
-        extra=priced(trace, stack.found, tiers, hardware, model),
+        extra=extra | {"admit": rule, "declined": stack.ledger.declined},
         closure=None,  # the bounds are those of one place
         first_closure=None,
         load_traffic_vs_lru=None,

@@ -39,7 +39,9 @@ __all__ = [
     "verify",
 ]
 
-REMOTE_KINDS = ("s3", "gs", "az", "redis", "rediss", "valkey", "valkeys", "unix", "mooncake")
+REMOTE_KINDS = (
+    *("s3", "gs", "az", "redis", "rediss", "valkey", "valkeys", "unix", "mooncake", "nixl"),
+)
 """Schemes of the URIs of remote tiers."""
 
 
@@ -116,6 +118,10 @@ def _open_remote(kind: str, uri: str, capacity_bytes: int, opened: dict[str, Any
         from flowkv.tiers.remote.mooncake import MooncakeTier
 
         return MooncakeTier(uri, capacity_bytes, **opened)
+    if kind == "nixl":
+        from flowkv.tiers.remote.nixl import NixlTier
+
+        return NixlTier(uri, capacity_bytes, **opened)
     from flowkv.tiers.remote.redis import RedisTier
 
     return RedisTier(uri, capacity_bytes, **opened)

@@ -12,6 +12,7 @@ from flowkv.sim import generate, replay
 from tests.inside import (
     HARDWARE,
     MODELS,
+    WRITE_RULES,
     ConfigError,
     PlaceStack,
     ReplayTier,
@@ -148,3 +149,21 @@ def test_wrong_tiers_are_named():
     ]:
         with pytest.raises(ConfigError, match=message):
             replay(trace, "lru", size="1%", **more)
+
+
+@pytest.mark.parametrize("rule", WRITE_RULES)
+def test_write_admission_writes_less_than_all(rule):
+    trace = generate("chat", requests=4000, seed=2)
+    told = {"size": "5%", "tiers": ["dram:5%", "disk:100%"]}
+    whole, some = replay(trace, "lru", **told), replay(trace, "lru", admit=rule, **told)
+    assert some.extra["admit"] == rule and whole.extra["declined"] == 0 < some.extra["declined"]
+    assert some.extra["written_disk"] < whole.extra["written_disk"]
+    assert some.extra["written_dram"] == whole.extra["written_dram"] > 0
+    assert some.prefix_hit_ratio <= whole.prefix_hit_ratio
+    if rule == "auto":
+        assert whole.prefix_hit_ratio - some.prefix_hit_ratio < 0.01
+
+
+def test_write_admission_needs_a_place_that_lasts():
+    with pytest.raises(ConfigError, match="without a place that lasts"):
+        replay(generate("chat", requests=20, seed=2), "lru", size="5%", admit="auto")
