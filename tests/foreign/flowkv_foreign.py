@@ -202,13 +202,18 @@ def without_gaps(given: dict[str, Any]) -> dict[str, Any]:
 def lengthen_tester(tester: type) -> None:
     """Makes the inputs of a class that makes them longer, if their length is an argument."""
     init = vars(tester).get("__init__")
-    known = inspect.signature(init).parameters.get("seq_length") if init is not None else None
-    if init is None or known is None or known.default != FEW or hasattr(init, "_lengthened"):
+    if init is None or hasattr(init, "_lengthened"):
+        return
+    taken = inspect.signature(init)
+    known = taken.parameters.get("seq_length")
+    if known is None or known.default != FEW:
         return
 
     @functools.wraps(init)
     def begin(self: Any, *args: Any, **options: Any) -> None:
-        init(self, *args, **{"seq_length": FEW * LONGER} | options)
+        if "seq_length" not in taken.bind_partial(self, *args, **options).arguments:
+            options["seq_length"] = FEW * LONGER
+        init(self, *args, **options)
 
     begin._lengthened = True  # type: ignore[attr-defined]
     tester.__init__ = begin  # type: ignore[misc]
