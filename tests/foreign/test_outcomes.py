@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.foreign.__main__ import KINDS, MODELS, Outcome, Row, read, reason, release_of
+from tests.foreign.__main__ import KINDS, MODELS, Outcome, Row, go_on, read, reason, release_of
 
 
 def written(path: Path, *lines: dict[str, Any]) -> Outcome:
@@ -26,6 +26,16 @@ def test_a_test_that_ends_the_interpreter_has_crashed_and_is_not_run_again(tmp_p
     assert (found.of("passed"), found.of("crashed"), found.ended) == (["a"], ["b"], False)
     assert read(path).of("crashed") == ["b"]
     assert [json.loads(text).get("test") for text in path.read_text().splitlines()][-1] == "b"
+
+
+def test_the_test_in_which_a_run_was_stopped_is_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "results"
+    lines = [json.dumps(one) for one in ({"started": "a"}, line("a", "passed"), {"started": "b"})]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    go_on(path)
+    assert list(read(path).tests) == ["a"]
+    go_on(path)
+    assert list(read(path).tests) == ["a"]
 
 
 def test_a_failure_behind_a_pass_counts(tmp_path: Path) -> None:
