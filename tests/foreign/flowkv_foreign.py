@@ -200,20 +200,23 @@ def without_gaps(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def lengthen_tester(tester: type) -> None:
-    """Makes the inputs of a class that makes them longer, if their length is an argument."""
+    """Makes the inputs of a class that makes them longer, where their length was not chosen."""
     init = vars(tester).get("__init__")
     if init is None or hasattr(init, "_lengthened"):
         return
     taken = inspect.signature(init)
     known = taken.parameters.get("seq_length")
-    if known is None or known.default != FEW:
+    if known is not None and known.default != FEW:
         return
 
     @functools.wraps(init)
     def begin(self: Any, *args: Any, **options: Any) -> None:
-        if "seq_length" not in taken.bind_partial(self, *args, **options).arguments:
-            options["seq_length"] = FEW * LONGER
+        chosen = "seq_length" in options
+        if known is not None and "seq_length" not in taken.bind_partial(self, *args).arguments:
+            options.setdefault("seq_length", FEW * LONGER)
         init(self, *args, **options)
+        if known is None and not chosen and getattr(self, "seq_length", None) == FEW:
+            self.seq_length *= LONGER
 
     begin._lengthened = True  # type: ignore[attr-defined]
     tester.__init__ = begin  # type: ignore[misc]

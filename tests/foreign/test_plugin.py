@@ -63,7 +63,18 @@ def test_inputs_are_longer_where_their_length_was_not_chosen() -> None:
         def __init__(self, parent: object, seq_length: int = 5) -> None:
             super().__init__(parent, seq_length)
 
-    for tester in (Tester, Chosen, Tester):
+    class Named:
+        def __init__(self, parent: object, **options: int) -> None:
+            self.seq_length = options.get("seq_length", FEW)
+
+    class Inherits(Named):
+        def __init__(self, parent: object, **options: int) -> None:
+            super().__init__(parent, **options)
+            self.derived = self.seq_length + 1
+
+    for tester in (Tester, Chosen, Tester, Named, Inherits):
         lengthen_tester(tester)
-    lengths = [Tester(0).seq_length, Tester(0, seq_length=9).seq_length, Chosen(0).seq_length]
-    assert lengths == [FEW * LONGER, 9, 5]
+    lengths = [Tester(0).seq_length, Tester(0, 9).seq_length, Tester(0, seq_length=9).seq_length]
+    assert [*lengths, Chosen(0).seq_length] == [FEW * LONGER, 9, 9, 5]
+    assert [Named(0).seq_length, Inherits(0).derived] == [FEW * LONGER, FEW * LONGER + 1]
+    assert Inherits(0, seq_length=FEW).seq_length == FEW
