@@ -41,8 +41,8 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
     "hybrid": ("full", True),
     "hybrid_sliding": ("sliding", True),
     "indexed_attention": ("full", False),
-    "deepseek_sparse_attention": ("full", False),  # up to 5.2x
-    "qwen_sparse_attention": ("full", False),  # up to 5.2x
+    "deepseek_sparse_attention": ("full", False),  # in 5.17
+    "qwen_sparse_attention": ("full", False),  # in 5.17
     "minimax_m3_sparse": ("full", False),
     "none": ("none", False),
 }
