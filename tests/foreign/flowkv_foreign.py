@@ -12,6 +12,7 @@ import functools
 import gc
 import importlib.abc
 import importlib.machinery
+import inspect
 import json
 import os
 import sys
@@ -26,8 +27,8 @@ from typing import Any
 
 import pytest
 
-LONGER = 4
-"""How often prompts are repeated, in both runs: most suites use three to seven tokens."""
+FEW, LONGER = 7, 4
+"""Tokens of most prompts in transformers' tests; how often prompts are repeated, in both runs."""
 
 # What a model that cannot be had raises, and what such an error is turned into on the way.
 AWAY = {
@@ -121,6 +122,11 @@ class Record:
         items[:] = [item for item in chosen if item.nodeid not in done]
         for made in {item.cls for item in items if getattr(item, "cls", None) is not None}:
             lengthen(made)
+        for module in {item.module for item in items if hasattr(item, "module")}:
+            for value in [*vars(module).values()]:
+                for tester in value.__mro__ if isinstance(value, type) else ():
+                    if tester.__name__.endswith("Tester"):
+                        lengthen_tester(tester)
         for name, module in list(sys.modules.items()):
             if name.endswith("testing_utils") and hasattr(module, "_HUB_MODEL_ACCESSES"):
                 module._HUB_MODEL_ACCESSES = Everything()
@@ -170,17 +176,50 @@ def lengthen(tests: type) -> None:
             return given
 
         tests.prepare_inputs_for_testing = longer  # type: ignore[attr-defined]
-    tester = getattr(tests, "model_tester_class", None)
-    if tester is not None and not hasattr(tester, "_lengthened"):
-        init = tester.__init__
+    given_inputs = getattr(tests, "prepare_config_and_inputs_for_generate", None)
+    if given_inputs is not None and not hasattr(given_inputs, "_lengthened"):
 
-        @functools.wraps(init)
-        def begin(self: Any, *args: Any, **options: Any) -> None:
-            init(self, *args, **options)
-            if getattr(self, "seq_length", None) == 7:
-                self.seq_length *= LONGER
+        @functools.wraps(given_inputs)
+        def shown(*args: Any, **options: Any) -> Any:
+            config, given = given_inputs(*args, **options)
+            return config, without_gaps(given)
 
-        tester.__init__, tester._lengthened = begin, True
+        shown._lengthened = True  # type: ignore[attr-defined]
+        tests.prepare_config_and_inputs_for_generate = shown  # type: ignore[attr-defined]
+
+
+def without_gaps(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a test of `generate` with no token masked.
+
+    Most testers mask at random or pad on the right, which `generate` warns of and no cache serves.
+    """
+    words, mask = given.get("input_ids"), given.get("attention_mask")
+    if words is None or mask is None or mask.shape != words.shape:
+        return given
+    return given | {"attention_mask": mask.new_ones(mask.shape)}
+
+
+def lengthen_tester(tester: type) -> None:
+    """Makes the inputs of a class that makes them longer, where their length was not chosen."""
+    init = vars(tester).get("__init__")
+    if init is None or hasattr(init, "_lengthened"):
+        return
+    taken = inspect.signature(init)
+    known = taken.parameters.get("seq_length")
+    if known is not None and known.default != FEW:
+        return
+
+    @functools.wraps(init)
+    def begin(self: Any, *args: Any, **options: Any) -> None:
+        chosen = "seq_length" in options
+        if known is not None and "seq_length" not in taken.bind_partial(self, *args).arguments:
+            options.setdefault("seq_length", FEW * LONGER)
+        init(self, *args, **options)
+        if known is None and not chosen and getattr(self, "seq_length", None) == FEW:
+            self.seq_length *= LONGER
+
+    begin._lengthened = True  # type: ignore[attr-defined]
+    tester.__init__ = begin  # type: ignore[misc]
 
 
 class Everything(dict[str, int]):
@@ -343,6 +382,7 @@ class Attached:
                     self.counts[name.replace("_", " ")] += stats[name]
                 if stats["tokens_seen"]:
                     self.counts[f"served {'foreign' if stats['foreign'] else 'known'}"] += 1
+                self.counts["models that reused tokens"] += stats["tokens_reused"] > 0
                 kv.close()
             else:
                 kept.append((model, kv))

@@ -250,6 +250,28 @@ class TestTheModel:
             assert twin.kv is None and twin.model.kept == [None]
             assert torch.equal(answer(twin, ids), theirs)
 
+    def test_an_exporter_sees_the_prompts_and_caches_of_the_model(self, model: Any) -> None:
+        """An exporter copies the arguments of forwards, casts them, and traces the model."""
+        exporters = pytest.importorskip("transformers.exporters.utils")
+        ids = models.prompt(40)
+
+        def recorded() -> list[dict[str, Any]]:
+            parts = exporters.decompose_prefill_decode(model, {"input_ids": ids})
+            return [parts[name][1] for name in ("prefill", "decode")]
+
+        theirs = recorded()
+        with attached(model) as kv:
+            answer(model, ids)
+            ours, known = recorded(), reused(kv)
+            assert torch.equal(answer(model, ids), answer(model, ids)) and reused(kv) > known
+        for own, their in zip(ours, theirs, strict=True):
+            assert torch.equal(own["input_ids"], their["input_ids"])
+            cache, expected = own[PAST], their[PAST]
+            assert type(cache) is DynamicCache
+            assert cache.get_seq_length() == expected.get_seq_length()
+            exporters.cast_leaf_tensors(own, dtype=torch.float32, device=torch.device("cpu"))
+        assert torch.equal(ours[1][PAST].layers[0].keys, theirs[1][PAST].layers[0].keys)
+
     def test_a_copy_can_be_saved(self, model: Any, tmp_path: Path) -> None:
         ids, before = models.prompt(40), model.config._attn_implementation
         theirs = answer(model, ids)

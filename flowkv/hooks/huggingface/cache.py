@@ -41,6 +41,8 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
     "hybrid": ("full", True),
     "hybrid_sliding": ("sliding", True),
     "indexed_attention": ("full", False),
+    "deepseek_sparse_attention": ("full", False),  # in 5.17
+    "qwen_sparse_attention": ("full", False),  # in 5.17
     "minimax_m3_sparse": ("full", False),
     "none": ("none", False),
 }

@@ -47,7 +47,7 @@ from flowkv.hooks.huggingface.rows import (
     without_known,
 )
 from flowkv.hooks.huggingface.thin import Thinning
-from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache
+from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
 from flowkv.naming.identity import Identity, Proof, drawn, modes
 from flowkv.policy.sparsify import Sparsifier
 
@@ -391,6 +391,8 @@ class ForwardHook:
         says = cache is not None and "logits_to_keep" in self.names.parameters
         if says and not (isinstance(keep, int) and keep > 0):
             return None  # all logits are wanted: no generation
+        if captured(module):
+            return None  # with prompts as they are, and caches that can be traced
         problem = self._foreign(cache)
         if cache in self.passes or problem is None or getattr(cache, "left_pages", False):
             return None
