@@ -42,9 +42,13 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
     "hybrid_sliding": ("sliding", True),
     "indexed_attention": ("full", False),
     "minimax_m3_sparse": ("full", False),
+    "compressed_sparse_attention": ("sliding", False),
+    "heavily_compressed_attention": ("sliding", False),
     "none": ("none", False),
 }
-_BY_COLUMN = ("minimax_m3_sparse",)
+_COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
+"""Types of layers that keep what they compress of blocks of columns, beside a window."""
+_BY_COLUMN = "minimax_m3_sparse", *_COMPRESSED
 """Types of layers that see other tokens in a padded row: they choose blocks of columns."""
 BY_COLUMN = "padding changes which tokens its layers attend to"
 _POSITIONS = "indexer_position_ids"
@@ -61,6 +65,7 @@ class LayerSpec(NamedTuple):
         hybrid: Whether the layer has a recurrent state beside its attention.
         positions: Whether the layer keeps the positions of all tokens for indexers.
         by_column: Whether padding changes which tokens the layer attends to.
+        compressed: Whether the layer keeps compressed entries of tokens behind its window.
     """
 
     kind: Kind
@@ -69,12 +74,15 @@ class LayerSpec(NamedTuple):
     hybrid: bool = False
     positions: bool = False
     by_column: bool = False
+    compressed: bool = False
 
     @property
     def window(self) -> int | None:
         """Tokens in the window of a sliding or chunked layer; None for the others."""
-        windowed = self.kind in ("sliding", "chunked")
-        return int(self.arguments["sliding_window"]) if windowed else None
+        if self.kind not in ("sliding", "chunked"):
+            return None
+        given = self.arguments
+        return int(given["config"].sliding_window if self.compressed else given["sliding_window"])
 
     @property
     def in_pages(self) -> bool:
@@ -84,7 +92,7 @@ class LayerSpec(NamedTuple):
     @property
     def stateful(self) -> bool:
         """Return whether the layer has a state that can be continued only where it was taken."""
-        return self.hybrid or self.positions or self.kind == "recurrent"
+        return self.hybrid or self.positions or self.compressed or self.kind == "recurrent"
 
     def make(self) -> Any:
         """Make a fresh native cache layer."""
@@ -106,7 +114,10 @@ def read_layer(name: str, arguments: dict[str, Any]) -> LayerSpec:
         problem = "have no known cache"
     elif name in _KINDS:
         kind, hybrid = _KINDS[name]
-        return LayerSpec(kind, native, arguments, hybrid, by_column=name in _BY_COLUMN)
+        by_column, compressed = name in _BY_COLUMN, name in _COMPRESSED
+        return LayerSpec(
+            kind, native, arguments, hybrid, by_column=by_column, compressed=compressed
+        )
     elif issubclass(native, LinearAttentionCacheLayerMixin):
         return LayerSpec("recurrent", native, arguments)
     raise UnsupportedModelError(
@@ -150,6 +161,7 @@ class ModelPlan:
         count: Number of layers in the configuration.
         stateful: Some layers have states: prefixes are reusable only where states were saved.
         by_column: Padding changes which tokens some layers attend to.
+        compressed: Some layers keep compressed entries.
     """
 
     def __init__(
@@ -164,6 +176,7 @@ class ModelPlan:
         self.count = len(self.specs)
         self.stateful = any(spec.stateful for spec in self.specs)
         self.by_column = any(spec.by_column for spec in self.specs)
+        self.compressed = any(spec.compressed for spec in self.specs)
         found = {
             index: PlacedLayer(index, g, group, in_pages=in_pages)
             for g, group in enumerate(geometry.groups)
@@ -236,7 +249,7 @@ def place_layers(
     devices: dict[int, torch.device] = {}
     seen = list(specs)
     for index, (spec, layer) in enumerate(zip(specs, layers, strict=True)):
-        if spec.stateful:
+        if spec.stateful and not spec.compressed:
             for state in (*layer.conv_states.values(), *layer.recurrent_states.values()):
                 if state is not None:
                     devices[index] = state.device
@@ -253,6 +266,8 @@ def place_layers(
             continue
         if getattr(layer, _POSITIONS, None) is not None:
             seen[index], devices[index] = spec._replace(positions=True), keys.device
+        if spec.compressed:
+            devices[index] = keys.device
         share = 1.0 if share_of is None else share_of(index)
         kept = [(index, keys, values.shape[3])]
         if indexed is not None:
@@ -283,6 +298,7 @@ def place_layers(
     except GeometryError as error:
         raise UnsupportedModelError(error.problem, error.remedy) from error
     in_pages = in_pages and not any(number >= INDEXERS for g in found for number in g.layers)
+    in_pages = in_pages and not any(spec.compressed for spec in specs)
     return ModelPlan(seen, geometry, devices, in_pages=in_pages)
 
 
@@ -766,6 +782,33 @@ class PagedIndexedLayer(PagedLayer):
             self.indexer_position_ids = native.indexer_position_ids
 
 
+class PagedCompressedLayer(PagedLayer):
+    """Layer with a window in pages, and with what it compresses of all tokens as its state.
+
+    Attributes:
+        compressor: Native layer without keys, which holds the compressed entries and the tokens
+            of the block under way.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.compressor = self.spec.make()
+        held = vars(self.compressor).items()
+        self.states = tuple(name for name, value in held if isinstance(value, dict))
+
+    def __getattr__(self, name: str) -> Any:
+        if "compressor" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.compressor, name)
+
+    def become_native(self) -> None:
+        """Turn into a native layer with the same content, in place."""
+        compressor, states = self.compressor, self.states
+        super().become_native()
+        for name in states:
+            setattr(self, name, getattr(compressor, name))
+
+
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
@@ -907,7 +950,7 @@ class Recurrent:
                 return False
             attribute, _, part = key.partition(".")
             if part:
-                getattr(layer, attribute)[int(part)] = value
+                getattr(layer, attribute)[int(part) if part.isdigit() else part] = value
             else:
                 setattr(layer, attribute, value)
         self.mark()
@@ -1218,7 +1261,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         """
         self.rows.alive()
         stays = self.stays()
-        if stays and cut and self.skips:  # each layer loses as many of its own
+        whole = self.plan.compressed and name not in ("reorder_cache", "reset")
+        if stays and (whole or (cut and self.skips)):  # each layer changes what it keeps itself
             self.give_up(private=True)
             stays = False
         if not stays:
@@ -1238,6 +1282,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
                     operation(layer, *arguments)
             elif isinstance(layer, PagedIndexedLayer):
                 layer.change_positions(name, arguments)
+            elif isinstance(layer, PagedCompressedLayer):
+                getattr(layer.compressor, name)(*arguments)
             elif not isinstance(layer, PagedLayer) and hasattr(layer, name):
                 getattr(layer, name)(*arguments)
 
@@ -1303,10 +1349,12 @@ def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCach
     if placed is None:
         return spec.make()
     if index not in plan.indexers:
-        return (PagedHybridLayer if spec.hybrid else PagedLayer)(rows, placed, spec, cache)
-    made = PagedIndexedLayer(rows, placed, spec, cache)
-    made.indexer = PagedLayer(rows, plan.indexers[index], spec, cache)
-    return made
+        state = PagedHybridLayer if spec.hybrid else PagedCompressedLayer
+        made = state if spec.hybrid or spec.compressed else PagedLayer
+        return made(rows, placed, spec, cache)
+    layer = PagedIndexedLayer(rows, placed, spec, cache)
+    layer.indexer = PagedLayer(rows, plan.indexers[index], spec, cache)
+    return layer
 
 
 def _clone(value: Any) -> Any:
@@ -1314,4 +1362,4 @@ def _clone(value: Any) -> Any:
         return value.clone()
     if isinstance(value, dict):
         return {key: _clone(item) for key, item in value.items()}
-    return value
+    return deepcopy(value) if isinstance(value, CacheLayerMixin) else value
