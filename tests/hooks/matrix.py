@@ -133,7 +133,7 @@ OWN: dict[str, dict[str, Any]] = {
     "Nemotron3DiarizationHeadConfig": dict(audio_hidden_size=64),
     "seamless_m4t": dict(speech_encoder_intermediate_size=128),
     "seamless_m4t_v2": dict(speech_encoder_intermediate_size=128),
-    "vibevoice_acoustic_tokenizer_encoder": dict(num_filters=1, depths=(1,) * 7),
+    "vibevoice_acoustic_tokenizer_encoder": dict(num_filters=1, depths=(1,) * 7, vae_std=0.0),
     "vibevoice_acoustic_tokenizer": dict(num_filters=1, depths=(1,) * 7),
     "inkling2_text": dict(unpadded_vocab_size=256),
     "inkling2_loop_text": dict(
@@ -158,8 +158,16 @@ OWN: dict[str, dict[str, Any]] = {
         indexer_compress_ratio=4,
     ),
     "reformer": dict(axial_pos_embds=False, attn_layers=["local", "lsh"] * 2, hash_seed=0),
-    "apertus1p5_vision_tokenizer": dict(codebook_size=16, base_channels=32, embed_dim=16, latent_channels=16),
-    "wavtokenizer_encoder": dict(codebook_dim=64, codebook_size=16, decoder_hidden_size=64, decoder_intermediate_size=64, decoder_num_layers=2),
+    "apertus1p5_vision_tokenizer": dict(
+        codebook_size=16, base_channels=32, embed_dim=16, latent_channels=16
+    ),
+    "wavtokenizer_encoder": dict(
+        codebook_dim=64,
+        codebook_size=16,
+        decoder_hidden_size=64,
+        decoder_intermediate_size=64,
+        decoder_num_layers=2,
+    ),
     "apertus1p5": dict(image_token_offset=200, audio_token_offset=216),
     "blip-2": dict(image_token_index=250),
     "instructblip": dict(image_token_index=250),
@@ -167,32 +175,65 @@ OWN: dict[str, dict[str, Any]] = {
     "instructblip_qformer": dict(encoder_hidden_size=64),
     "instructblipvideo_qformer": dict(encoder_hidden_size=64),
     "blip_text_model": dict(encoder_hidden_size=64),
-    "chameleon": dict(vocabulary_map={"<image>": 250} | {f"IMGIMG{c}Z": 200 + i for i, c in enumerate("ABCDEFGHIJ")}),
-    "chameleon_vqgan": dict(num_embeddings=10, base_channels=32, resolution=56, latent_channels=32, embed_dim=32),
-    "emu3": dict(vocabulary_map={"<image>": 250, "<|extra_200|>": 240} | {f"<|visual token {i:06}|>": 200 + i for i in range(16)}),
+    "chameleon": dict(
+        vocabulary_map={"<image>": 250}
+        | {f"IMGIMG{c}Z": 200 + i for i, c in enumerate("ABCDEFGHIJ")}
+    ),
+    "chameleon_vqgan": dict(
+        num_embeddings=10, base_channels=32, resolution=56, latent_channels=32, embed_dim=32
+    ),
+    "emu3": dict(
+        vocabulary_map={"<image>": 250, "<|extra_200|>": 240}
+        | {f"<|visual token {i:06}|>": 200 + i for i in range(16)}
+    ),
     "emu3_vqgan": dict(codebook_size=16, base_channels=32, hidden_size=128, num_attention_heads=1),
     "cohere_compass_vision": dict(deepstack_visual_indexes=(0, 1, 2)),
     "deepseek_v4": dict(
         compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8)
     ),
-    "deepseek_ocr2_text": dict(mlp_layer_types=["dense", *["sparse"] * 3], n_group=1, topk_group=1, num_experts_per_tok=2),
+    "deepseek_ocr2_text": dict(
+        mlp_layer_types=["dense", *["sparse"] * 3], n_group=1, topk_group=1, num_experts_per_tok=2
+    ),
     "dots3_note_vision_encoder": dict(adapter_in_dim=64, adapter_out_dim=64),
     "dots3_note_audio_encoder": dict(adapter_input_size=64, adapter_out_dim=64),
-    "ernie4_5_vl_moe_text": dict(moe_intermediate_size=[32, 32], rope_parameters=ROPE | dict(mrope_section=[3, 3, 2])),
-    "florence_vision": dict(embed_dim=(16, 16, 32, 64), num_heads=(1, 1, 2, 2), num_groups=(1, 1, 2, 2), depths=(1, 1, 1, 1)),
-    "glm5_next_text": dict(qk_rope_head_dim=0, layer_types=INDEXED, indexer_types=["full"] * LAYERS, linear_head_dim=16, linear_num_heads=2, index_kpool=4),
+    "ernie4_5_vl_moe_text": dict(
+        moe_intermediate_size=[32, 32], rope_parameters=ROPE | dict(mrope_section=[3, 3, 2])
+    ),
+    "florence_vision": dict(
+        embed_dim=(16, 16, 32, 64),
+        num_heads=(1, 1, 2, 2),
+        num_groups=(1, 1, 2, 2),
+        depths=(1, 1, 1, 1),
+    ),
+    "glm5_next_text": dict(
+        qk_rope_head_dim=0,
+        layer_types=INDEXED,
+        indexer_types=["full"] * LAYERS,
+        linear_head_dim=16,
+        linear_num_heads=2,
+        index_kpool=4,
+    ),
     "glm5_next_vision": dict(projection_intermediate_size=64),
-    "granite4_vision": dict(downsample_rate="1/2", deepstack_layer_map=[[0, 1]], spatial_target_layers=[2, 3]),
+    "granite4_vision": dict(
+        downsample_rate="1/2", deepstack_layer_map=[[0, 1]], spatial_target_layers=[2, 3]
+    ),
     "janus_vqgan": dict(base_channels=32, num_embeddings=64, image_token_embed_dim=64),
     "kosmos-2": dict(latent_query_num=4),
     "kosmos_2_text_model": dict(layers=LAYERS),
     "mistral4": dict(head_dim=32),
+    "mllama_vision_model": dict(
+        intermediate_layers_indices=[1, 2], vision_output_dim=192, num_global_layers=1
+    ),
     "molmo2_adapter": dict(vision_feature_layer=[3, 2]),
     "muse_spark": dict(projector_hidden_size=64),
     "muse_spark_text": dict(moe_hidden_size=64, layer_rope_theta=[5e5, 0] * 2),
     "muse_spark_audio": dict(hidden_sizes=(8, 16, 16, 32), depths=(1, 1, 1, 1)),
-    "NemotronH_Omni_Reasoning_V3_Config": dict(vision_hidden_size=64, projector_hidden_size=64, image_token_id=250),
-    "pp_formulanet_vision": dict(post_conv_mid_channels=64, post_conv_out_channels=64, decoder_hidden_size=64),
+    "NemotronH_Omni_Reasoning_V3_Config": dict(
+        vision_hidden_size=64, projector_hidden_size=64, image_token_id=250
+    ),
+    "pp_formulanet_vision": dict(
+        post_conv_mid_channels=64, post_conv_out_channels=64, decoder_hidden_size=64
+    ),
     "radio": dict(video_temporal_patch_size=2),
     "qwen2_5_omni_thinker": dict(vision_start_token_id=240, vision_end_token_id=241),
     "qwen3_omni_moe_thinker": dict(vision_start_token_id=240, vision_end_token_id=241),
@@ -389,7 +430,9 @@ def needed(model: Any, length: int) -> Iterator[dict[str, torch.Tensor]]:
     seeded = torch.Generator().manual_seed(3)
     side = FIELDS["image_size"]
     image = {"pixel_values": torch.randn(1, 3, side, side, generator=seeded)}
-    token, count = (getattr(model.config, x, None) for x in ("image_token_index", "num_query_tokens"))
+    token, count = (
+        getattr(model.config, x, None) for x in ("image_token_index", "num_query_tokens")
+    )
     if token is not None and count is not None:
         filled = image | {"tokens": torch.full((1, count), token)}
         yield filled
@@ -420,6 +463,7 @@ def turns(kind: str, model: Any) -> Iterator[dict[str, Any]]:
     encoded = kind != "causal" and model.config.is_encoder_decoder
     name = "decoder_input_ids" if encoded else "input_ids"
     base = {"input_ids": tokens(40, seed=9)} if kind == "seq2seq" else {}
+    last = ValueError("no input fits")
     for extra in found:
         filled = extra.pop("tokens", text[:, :0])
         prompt = torch.cat([text[:, :20], filled, text[:, 20:]], 1)
@@ -430,7 +474,7 @@ def turns(kind: str, model: Any) -> Iterator[dict[str, Any]]:
             answer = ask(model, inputs)
             break
         except Exception as error:
-            last = error
+            last = last if extra else error
     else:
         raise last
     yield inputs
@@ -439,7 +483,9 @@ def turns(kind: str, model: Any) -> Iterator[dict[str, Any]]:
     longer = torch.cat([answer, tokens(15, seed=2)], 1)
     for key in inputs.keys() & {"image_attention_mask", "image_embeds_position_mask"}:
         mask, more = inputs[key], longer.shape[1] - prompt.shape[1]
-        inputs = inputs | {key: torch.cat([mask, mask[:, -1:].expand(-1, more, *mask.shape[2:])], 1)}
+        inputs = inputs | {
+            key: torch.cat([mask, mask[:, -1:].expand(-1, more, *mask.shape[2:])], 1)
+        }
     yield inputs | {name: longer}
 
 

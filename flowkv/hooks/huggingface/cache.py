@@ -66,6 +66,7 @@ class LayerSpec(NamedTuple):
         positions: Whether the layer keeps the positions of all tokens for indexers.
         by_column: Whether padding changes which tokens the layer attends to.
         compressed: Whether the layer keeps compressed entries of tokens behind its window.
+        absent: Whether the layer had no keys when the model was probed.
     """
 
     kind: Kind
@@ -75,6 +76,7 @@ class LayerSpec(NamedTuple):
     positions: bool = False
     by_column: bool = False
     compressed: bool = False
+    absent: bool = False
 
     @property
     def window(self) -> int | None:
@@ -262,7 +264,7 @@ def place_layers(
                     f"layer {index} has keys of an indexer and none of attention",
                     "Use the model without FlowKV",
                 )
-            seen[index] = read_layer("none", {})
+            seen[index] = LayerSpec("none", spec.native, spec.arguments, absent=True)
             continue
         if getattr(layer, _POSITIONS, None) is not None:
             seen[index], devices[index] = spec._replace(positions=True), keys.device
@@ -304,7 +306,7 @@ def place_layers(
 
 # Cache layers with K and V in pages, and some with a recurrent state beside them.
 
-PAGED_STATE = frozenset("rows placed spec decode indexer _cache wrote _gathered".split())
+PAGED_STATE = frozenset("rows placed spec decode indexer update _cache wrote _gathered".split())
 """Attributes that belong to one layer, and are not copied to another."""
 
 
@@ -385,7 +387,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.wrote: object = None
         self.skipped: int | None = None
         self._gathered: Gathered | None = None
-        self.is_initialized = True
+
+    is_initialized = property(
+        lambda layer: bool(layer.seen), lambda *_: None, doc="As of a native layer: it has tokens."
+    )
 
     @property
     def is_sliding(self) -> bool:
@@ -574,6 +579,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.seen:
             return None
         shown, held = self._shown(self.seen), self._gathered
+        if (
+            held is None and rows.step is not None and not self.in_step
+        ):  # a model looks at its cache
+            heads, dim, dim_v, dtype, device = self.shape
+            width = dim if name == "keys" else dim_v
+            like = torch.empty((len(rows.seqs), heads, 0, width), dtype=dtype, device=device)
+            return PagedView(self, int(name != "keys"), like, shown)
         if held is None:
             held = self._hold(self.columns if self.in_step else shown, asked=True)
         self._gathered = held._replace(asked=True)
@@ -1131,6 +1143,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         for layer in self._made:
             if isinstance(layer, PagedLayer):
                 layer.become_native()
+            else:
+                vars(layer).pop("update", None)
         for layer in self.layers:
             if isinstance(layer, PagedLayer):  # a layer of another cache, used by both from now on
                 layer.to_native()
@@ -1347,14 +1361,25 @@ def _become(held: Any, cls: type, attributes: Mapping[str, Any]) -> None:
 def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCache]) -> Any:
     spec, placed = plan.specs[index], plan.placed.get(index)
     if placed is None:
-        return spec.make()
+        made = spec.make()
+        if spec.absent:
+            made.update = partial(_appear, made, cache)
+        return made
     if index not in plan.indexers:
-        state = PagedHybridLayer if spec.hybrid else PagedCompressedLayer
-        made = state if spec.hybrid or spec.compressed else PagedLayer
-        return made(rows, placed, spec, cache)
+        kind = PagedHybridLayer if spec.hybrid else PagedLayer
+        return (PagedCompressedLayer if spec.compressed else kind)(rows, placed, spec, cache)
     layer = PagedIndexedLayer(rows, placed, spec, cache)
     layer.indexer = PagedLayer(rows, plan.indexers[index], spec, cache)
     return layer
+
+
+def _appear(layer: Any, cache: weakref.ref[PagedCache], *given: Any, **options: Any) -> Any:
+    """Give a layer its first keys, as a layer of a native cache: no plan covers them."""
+    held = cache()
+    if held is not None:
+        held.give_up(private=True)
+    vars(layer).pop("update", None)
+    return layer.update(*given, **options)
 
 
 def _clone(value: Any) -> Any:
