@@ -186,7 +186,6 @@ class ModelPlan:
         }
         self.placed = {index: one for index, one in found.items() if index < INDEXERS}
         self.indexers = {i - INDEXERS: one for i, one in found.items() if i >= INDEXERS}
-        self._windows = [self.specs[index].window for index in self.placed]
 
     def matches(self, layers: Sequence[Any], config: Any) -> bool:
         """Return whether a native cache of the current configuration has the layers of the plan.
@@ -198,7 +197,9 @@ class ModelPlan:
         if not layers:
             return configured_layers(config) == self.count
         found = [getattr(layer, "sliding_window", None) for layer in layers]
-        return len(found) == len(self.specs) and [found[i] for i in self.placed] == self._windows
+        windows = [self.specs[index].window for index in self.placed if index < len(found)]
+        fits = len(found) in (self.count, len(self.specs))
+        return fits and [found[i] for i in self.placed if i < len(found)] == windows
 
 
 def configured_layers(config: Any) -> int:
@@ -225,6 +226,18 @@ def read_layers(config: Any) -> list[LayerSpec]:
             "no layer keeps keys and values per token", "Use the model without FlowKV"
         )
     return specs
+
+
+def repeated(specs: Sequence[LayerSpec], layers: Sequence[Any]) -> list[LayerSpec]:
+    """Return the specs of layers that a model added to its cache, for those that it runs in loops.
+
+    Args:
+        specs: Specs of the layers in the configuration.
+        layers: The layers of the native cache after a forward.
+    """
+    known = {(spec.native, spec.window): spec for spec in specs}
+    more = [(type(x), getattr(x, "sliding_window", None)) for x in layers[len(specs) :]]
+    return [known[kind] for kind in more if kind in known]
 
 
 def place_layers(
