@@ -248,7 +248,19 @@ OWN: dict[str, dict[str, Any]] = {
 """Fields that one class needs beside `FIELDS`, by the type of a configuration or its class."""
 INNER = "blip", "blip-2", "instructblip", "instructblipvideo", "kosmos-2"
 """Models that generate by a model inside, whose prompts are embeddings."""
-MEDIA = "pixel_values", "input_features", "input_values"
+UNBUILT = {
+    **dict.fromkeys(("gemma3n", "fast_vlm", "perception_lm"), "needs the library timm"),
+    **dict.fromkeys(("dia", "kyutai_speech_to_text"), "its prompts are codes of audio"),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "drafts from the hidden states of another model",
+    ),
+    "vibevoice": "needs the library diffusers",
+    "diffusion_gemma": "generates by diffusion",
+    "pi0": "generates no tokens",
+    "llama4": "its class of images raises in every forward of this release",
+}
+"""Why architectures are not asked, where the exception does not say so."""
 MARK = re.compile("(image|video|audio|vision|boi|eoi|im|img).*_(id|index)")
 LISTED = "layer_types layers_block_type mlp_layer_types no_rope_layers block_types"
 
@@ -520,7 +532,8 @@ def judge(kind: str, name: str) -> Outcome:
         try:
             model, inputs, theirs = alone(kind, name)
         except Exception as error:  # it needs a configuration of its own, or cannot run alone
-            outcome.why = f"not built: {type(error).__name__}: {str(error).strip()[:100]}"
+            said_so = f"{type(error).__name__}: {str(error).strip()[:100]}"
+            outcome.why = f"not built: {UNBUILT.get(name, said_so)}"
             return outcome
         outcome.media = any(
             "pixel" in key or "features" in key or "values" in key for key in inputs[0]

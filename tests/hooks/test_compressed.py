@@ -12,10 +12,12 @@ import torch
 import transformers
 from transformers import DynamicCache
 
+from flowkv import Engine
 from tests.inside import PagedCache, door_of
 
 from . import models
 from .compare import assert_same, attached, generate, reused
+from .test_engine_rows import opened
 from .test_indexed import KNOWN, NEW, answer, filled, ragged, turns
 from .test_restore import restoring, stored
 
@@ -91,6 +93,27 @@ def test_beams() -> None:
             ours = generate(model, NEW, input_ids=prompt, **options)
             assert torch.equal(ours.sequences, theirs.sequences)
         assert reused(kv) > 0
+
+
+def test_rows_of_an_engine() -> None:
+    """They share a beginning, and are computed in pieces; one is set aside and comes back."""
+    model, shared = models.causal(NAME), models.prompt(40)
+    prompts = [torch.cat([shared, models.prompt(20, seed=n)], 1) for n in (2, 3, 4)]
+    wanted = [generate(model, NEW, input_ids=ids).sequences[0, 60:].tolist() for ids in prompts]
+    with attached(model) as kv:
+        for _ in range(2):
+            with Engine(model, kv, max_rows=3, token_budget=24) as engine:
+                done = engine.run([ids[0].tolist() for ids in prompts], max_new_tokens=NEW)
+            assert [one.tokens for one in done] == wanted
+        assert reused(kv) > 0
+        row = opened(model, kv)
+        row.suspend()
+        row.resume()
+        row.close("turn_end")
+        before, text = reused(kv), torch.cat([models.prompt(20), models.prompt(5, seed=3)], 1)
+        again = generate(model, 2, input_ids=text)
+        assert reused(kv) - before == 20
+    assert_same(generate(model, 2, input_ids=text), again)
 
 
 def _pickled(cache: Any) -> Any:
