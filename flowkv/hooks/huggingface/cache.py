@@ -1288,8 +1288,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         """
         self.rows.alive()
         stays = self.stays()
-        whole = self.plan.compressed and name not in ("reorder_cache", "reset")
-        if stays and (whole or (cut and self.skips)):  # each layer changes what it keeps itself
+        apart = stays and self.plan.compressed and name not in ("reorder_cache", "reset")
+        if apart or (stays and cut and self.skips):  # each layer changes what it keeps itself
             self.give_up(private=True)
             stays = False
         if not stays:
