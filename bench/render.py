@@ -602,6 +602,7 @@ _REASONS = {
     "weakref": "holds an LSTM, whose weak references no name covers",
     "ModuleList": "reads codebooks in place of tokens",
     "rnn_state": "has no keys or values to page",
+    "get_input_embeddings": "has no input embeddings that transformers finds",
     "cannot run a few tokens": "takes no prompt of text alone",
     "does not continue": "goes on from its cache in another way than it answers in one pass",
     "no layer keeps": "has no keys or values to page",
