@@ -598,12 +598,17 @@ def longtasks(results: Results) -> str:
 _WAYS = "pages", "pages and dense", "dense", "native"
 _PROMPTS = dict(causal="text", seq2seq="text, encoded", image="text with images", audio="audio")
 _REASONS = {
+    "MiniMax uses cache of its own": "has a cache of its own",
+    "weakref": "holds an LSTM, whose weak references no name covers",
+    "ModuleList": "reads codebooks in place of tokens",
+    "rnn_state": "has no keys or values to page",
+    "get_input_embeddings": "has no input embeddings that transformers finds",
+    "cannot run a few tokens": "takes no prompt of text alone",
     "does not continue": "goes on from its cache in another way than it answers in one pass",
     "no layer keeps": "has no keys or values to page",
     "put no keys": "has no keys or values to page",
     "more than keys": "keeps more than keys and values",
-    "during a forward": "changes itself in each forward",
-    "same answers through pages": "has layers that attend to an image only",
+    "during a forward": "changes itself in each forward; served with `revision=`",
     "other windows": "masks other tokens than its cache keeps",
     "cache of its own": "has a cache of its own",
     "no past_key_values": "has a cache of its own",
@@ -629,10 +634,18 @@ def architectures(results: Results) -> str:
         if way == "native":
             reason = next((words for part, words in _REASONS.items() if part in why), why)
             native.setdefault(reason, []).append(name)
+    unbuilt: dict[str, list[str]] = {}
+    for _, name, _, why, _, _, same in found:
+        if same is None:
+            unbuilt.setdefault(why.removeprefix("not built: "), []).append(name)
     dense = sorted({row[1] for row in found if row[2] == "dense"})
-    notes = [f"- {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in native.items()]
-    listed = "\n".join(["Left to their own caches, as the model:", "", *notes])
-    return "\n\n".join([table(head, lines), listed, f"Dense: {', '.join(dense)}."])
+    listed = ["Left to their own caches, as the model:", "", *_by_reason(native)]
+    listed += ["", "Not built small:", "", *_by_reason(unbuilt)]
+    return "\n\n".join([table(head, lines), "\n".join(listed), f"Dense: {', '.join(dense)}."])
+
+
+def _by_reason(names: dict[str, list[str]]) -> list[str]:
+    return [f"- {', '.join(dict.fromkeys(each))}: {reason}" for reason, each in names.items()]
 
 
 @block

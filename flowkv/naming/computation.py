@@ -456,6 +456,8 @@ class Walk:
             return
         if name == "_old_forward" and "_hf_hook" in vars(module):
             return
+        if name == "_flat_weight_refs" and isinstance(module, torch.nn.RNNBase):
+            return  # to its own weights, which are named
         placed = _root(value) in ("accelerate", "flowkv")  # a wrapper of the model's own
         if placed and name == "_call_impl":  # streamed weights
             return

@@ -371,6 +371,20 @@ def _minimax_m3() -> torch.nn.Module:
     return transformers.MiniMaxM3VLForCausalLM(config)
 
 
+def _deepseek_v4() -> torch.nn.Module:
+    """Windows beside blocks of 4 and 8 tokens, each compressed to one entry."""
+    latent = {name: value for name, value in _LATENT.items() if "nope" not in name}
+    config = transformers.DeepseekV4Config(
+        **latent | dict(num_key_value_heads=1, head_dim=32),
+        sliding_window=24,
+        compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8),
+        layer_types=["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+        o_groups=2,
+        o_lora_rank=16,
+    )
+    return transformers.DeepseekV4ForCausalLM(config)
+
+
 def whisper() -> torch.nn.Module:
     """A speech model: its decoder's K and V depend on the encoder's input."""
     config = transformers.WhisperConfig(
@@ -489,6 +503,7 @@ _INDEXED = {
     "mistral_large4": _mistral_large4,
     "qwen4_exp": _qwen4_exp,
 }
+_COMPRESSED = {"deepseek_v4": _deepseek_v4}
 CAUSAL, HYBRID, RECURRENT = sorted(_CAUSAL), sorted(_HYBRID), sorted(_RECURRENT)
 """Models by what their layers keep: keys and values; a state beside them. `HYBRID` are a few."""
 INDEXED = sorted(name for name in _INDEXED if name in transformers.CONFIG_MAPPING)
@@ -499,7 +514,7 @@ def causal(name: str) -> torch.nn.Module:
     """A decoder-only model by its architecture's name."""
     torch.manual_seed(0)
     tied = dict(factor=8.0, embeddings=1.0) if name == "bloom" else {}
-    return sharpen((_CAUSAL | _RECURRENT | _INDEXED)[name](), **tied)
+    return sharpen((_CAUSAL | _RECURRENT | _INDEXED | _COMPRESSED)[name](), **tied)
 
 
 def short() -> torch.nn.Module:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 
 from tests.hooks import matrix, models
 from tests.hooks.compare import assert_same, attached, generate, reused
-from tests.inside import INDEXERS, place_layers, read_layer
+from tests.inside import INDEXERS, PagedCache, door_of, place_layers, read_layer
 
 
 @pytest.mark.parametrize("name", models.CAUSAL)
@@ -84,6 +86,42 @@ def test_known_prompts_are_reused(kind: str, name: str) -> None:
         pytest.skip("not in this release of transformers")
     outcome = matrix.judge(kind, name)
     assert outcome.same and outcome.reused > 200
+
+
+@pytest.mark.usefixtures("all_is_loaded")
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+@pytest.mark.parametrize(
+    "name", ["dory", pytest.param("inkling2_loop_text", marks=pytest.mark.thorough)]
+)
+def test_layers_that_run_in_loops(name: str, tmp_path: Path) -> None:
+    """The model adds layers to its cache: one for each run of a layer."""
+    if name not in matrix.KINDS["causal"]:
+        pytest.skip("not in this release of transformers")
+    model, prompt = matrix.build("causal", name), models.prompt(70)
+    first, beams = generate(model, input_ids=prompt), generate(model, input_ids=prompt, num_beams=3)
+    longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
+    second, ids = generate(model, input_ids=longer), torch.cat([prompt, prompt.roll(9, 1)])
+    mask = torch.ones_like(ids)
+    ids[1, :9], mask[1, :9] = 0, 0
+    batch = generate(model, input_ids=ids, attention_mask=mask)
+    for known in (False, True):
+        with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
+            if not known:
+                assert_same(generate(model, input_ids=prompt), first)
+            assert_same(generate(model, input_ids=longer), second)
+            assert reused(kv) >= 64
+            assert torch.equal(
+                generate(model, input_ids=prompt, num_beams=3).sequences, beams.sequences
+            )
+            assert_same(generate(model, input_ids=ids, attention_mask=mask), batch)
+            assert door_of(model).plan.count == 4 < len(door_of(model).plan.specs)
+    with torch.no_grad(), attached(model):
+        cache = DynamicCache(config=model.config)
+        model(prompt, past_key_values=cache, logits_to_keep=1)
+        assert isinstance(cache, PagedCache)
+        native = pickle.loads(pickle.dumps(cache))
+        logits = [model(longer[:, 70:75], past_key_values=one).logits for one in (native, cache)]
+        torch.testing.assert_close(logits[0], logits[1], atol=2e-4, rtol=2e-4)
 
 
 def test_indexers_may_have_the_shape_of_latents_without_values() -> None:

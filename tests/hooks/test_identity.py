@@ -537,6 +537,22 @@ def test_hooks_come_and_go() -> None:
             assert_same(ours, generate(other, 4, input_ids=prompt))
 
 
+def test_an_lstm_is_named_by_its_weights() -> None:
+    """It holds weak references to them, too."""
+    torch.manual_seed(0)
+    lstm = torch.nn.LSTM(4, 4, num_layers=2).eval()
+    held = Identity(lstm)
+    assert held.foreign == "" and held.same(lstm)
+    before = held.namespace
+    with torch.no_grad():
+        lstm.weight_hh_l1[0] += 1
+    assert not held.same(lstm) and held.read(lstm) and held.namespace != before
+    assert held.foreign == ""
+    lstm._flat_weight_refs = []
+    lstm.proj_size = 2
+    assert held.read(lstm)
+
+
 class Opaque:
     """Cannot be looked into: it has neither attributes nor a way to be reduced."""
 

@@ -44,9 +44,13 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
     "deepseek_sparse_attention": ("full", False),  # in 5.17
     "qwen_sparse_attention": ("full", False),  # in 5.17
     "minimax_m3_sparse": ("full", False),
+    "compressed_sparse_attention": ("sliding", False),
+    "heavily_compressed_attention": ("sliding", False),
     "none": ("none", False),
 }
-_BY_COLUMN = ("minimax_m3_sparse",)
+_COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
+"""Types of layers that keep what they compress of blocks of columns, beside a window."""
+_BY_COLUMN = "minimax_m3_sparse", *_COMPRESSED
 """Types of layers that see other tokens in a padded row: they choose blocks of columns."""
 BY_COLUMN = "padding changes which tokens its layers attend to"
 _POSITIONS = "indexer_position_ids"
@@ -63,6 +67,8 @@ class LayerSpec(NamedTuple):
         hybrid: Whether the layer has a recurrent state beside its attention.
         positions: Whether the layer keeps the positions of all tokens for indexers.
         by_column: Whether padding changes which tokens the layer attends to.
+        compressed: Whether the layer keeps compressed entries of tokens behind its window.
+        absent: Whether the layer had no keys when the model was probed.
     """
 
     kind: Kind
@@ -71,12 +77,16 @@ class LayerSpec(NamedTuple):
     hybrid: bool = False
     positions: bool = False
     by_column: bool = False
+    compressed: bool = False
+    absent: bool = False
 
     @property
     def window(self) -> int | None:
         """Tokens in the window of a sliding or chunked layer; None for the others."""
-        windowed = self.kind in ("sliding", "chunked")
-        return int(self.arguments["sliding_window"]) if windowed else None
+        if self.kind not in ("sliding", "chunked"):
+            return None
+        given = self.arguments
+        return int(given["config"].sliding_window if self.compressed else given["sliding_window"])
 
     @property
     def in_pages(self) -> bool:
@@ -86,7 +96,7 @@ class LayerSpec(NamedTuple):
     @property
     def stateful(self) -> bool:
         """Return whether the layer has a state that can be continued only where it was taken."""
-        return self.hybrid or self.positions or self.kind == "recurrent"
+        return self.hybrid or self.positions or self.compressed or self.kind == "recurrent"
 
     def make(self) -> Any:
         """Make a fresh native cache layer."""
@@ -108,7 +118,10 @@ def read_layer(name: str, arguments: dict[str, Any]) -> LayerSpec:
         problem = "have no known cache"
     elif name in _KINDS:
         kind, hybrid = _KINDS[name]
-        return LayerSpec(kind, native, arguments, hybrid, by_column=name in _BY_COLUMN)
+        by_column, compressed = name in _BY_COLUMN, name in _COMPRESSED
+        return LayerSpec(
+            kind, native, arguments, hybrid, by_column=by_column, compressed=compressed
+        )
     elif issubclass(native, LinearAttentionCacheLayerMixin):
         return LayerSpec("recurrent", native, arguments)
     raise UnsupportedModelError(
@@ -152,6 +165,7 @@ class ModelPlan:
         count: Number of layers in the configuration.
         stateful: Some layers have states: prefixes are reusable only where states were saved.
         by_column: Padding changes which tokens some layers attend to.
+        compressed: Some layers keep compressed entries.
     """
 
     def __init__(
@@ -166,6 +180,7 @@ class ModelPlan:
         self.count = len(self.specs)
         self.stateful = any(spec.stateful for spec in self.specs)
         self.by_column = any(spec.by_column for spec in self.specs)
+        self.compressed = any(spec.compressed for spec in self.specs)
         found = {
             index: PlacedLayer(index, g, group, in_pages=in_pages)
             for g, group in enumerate(geometry.groups)
@@ -173,7 +188,6 @@ class ModelPlan:
         }
         self.placed = {index: one for index, one in found.items() if index < INDEXERS}
         self.indexers = {i - INDEXERS: one for i, one in found.items() if i >= INDEXERS}
-        self._windows = [self.specs[index].window for index in self.placed]
 
     def matches(self, layers: Sequence[Any], config: Any) -> bool:
         """Return whether a native cache of the current configuration has the layers of the plan.
@@ -185,7 +199,9 @@ class ModelPlan:
         if not layers:
             return configured_layers(config) == self.count
         found = [getattr(layer, "sliding_window", None) for layer in layers]
-        return len(found) == len(self.specs) and [found[i] for i in self.placed] == self._windows
+        windows = [self.specs[index].window for index in self.placed if index < len(found)]
+        fits = len(found) in (self.count, len(self.specs))
+        return fits and [found[i] for i in self.placed if i < len(found)] == windows
 
 
 def configured_layers(config: Any) -> int:
@@ -214,6 +230,18 @@ def read_layers(config: Any) -> list[LayerSpec]:
     return specs
 
 
+def repeated(specs: Sequence[LayerSpec], layers: Sequence[Any]) -> list[LayerSpec]:
+    """Return the specs of layers that a model added to its cache, for those that it runs in loops.
+
+    Args:
+        specs: Specs of the layers in the configuration.
+        layers: The layers of the native cache after a forward.
+    """
+    known = {(spec.native, spec.window): spec for spec in specs}
+    more = [(type(x), getattr(x, "sliding_window", None)) for x in layers[len(specs) :]]
+    return [known[kind] for kind in more if kind in known]
+
+
 def place_layers(
     specs: Sequence[LayerSpec],
     layers: Sequence[Any],
@@ -238,7 +266,7 @@ def place_layers(
     devices: dict[int, torch.device] = {}
     seen = list(specs)
     for index, (spec, layer) in enumerate(zip(specs, layers, strict=True)):
-        if spec.stateful:
+        if spec.stateful and not spec.compressed:
             for state in (*layer.conv_states.values(), *layer.recurrent_states.values()):
                 if state is not None:
                     devices[index] = state.device
@@ -251,10 +279,12 @@ def place_layers(
                     f"layer {index} has keys of an indexer and none of attention",
                     "Use the model without FlowKV",
                 )
-            seen[index] = read_layer("none", {})
+            seen[index] = LayerSpec("none", spec.native, spec.arguments, absent=True)
             continue
         if getattr(layer, _POSITIONS, None) is not None:
             seen[index], devices[index] = spec._replace(positions=True), keys.device
+        if spec.compressed:
+            devices[index] = keys.device
         share = 1.0 if share_of is None else share_of(index)
         kept = [(index, keys, values.shape[3])]
         if indexed is not None:
@@ -285,12 +315,13 @@ def place_layers(
     except GeometryError as error:
         raise UnsupportedModelError(error.problem, error.remedy) from error
     in_pages = in_pages and not any(number >= INDEXERS for g in found for number in g.layers)
+    in_pages = in_pages and not any(spec.compressed for spec in specs)
     return ModelPlan(seen, geometry, devices, in_pages=in_pages)
 
 
 # Cache layers with K and V in pages, and some with a recurrent state beside them.
 
-PAGED_STATE = frozenset("rows placed spec decode indexer _cache wrote _gathered".split())
+PAGED_STATE = frozenset("rows placed spec decode indexer update _cache wrote _gathered".split())
 """Attributes that belong to one layer, and are not copied to another."""
 
 
@@ -371,7 +402,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.wrote: object = None
         self.skipped: int | None = None
         self._gathered: Gathered | None = None
-        self.is_initialized = True
+
+    is_initialized = property(
+        lambda layer: bool(layer.seen), lambda *_: None, doc="As of a native layer: it has tokens."
+    )
 
     @property
     def is_sliding(self) -> bool:
@@ -560,6 +594,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.seen:
             return None
         shown, held = self._shown(self.seen), self._gathered
+        if (
+            held is None and rows.step is not None and not self.in_step
+        ):  # a model looks at its cache
+            heads, dim, dim_v, dtype, device = self.shape
+            width = dim if name == "keys" else dim_v
+            like = torch.empty((len(rows.seqs), heads, 0, width), dtype=dtype, device=device)
+            return PagedView(self, int(name != "keys"), like, shown)
         if held is None:
             held = self._hold(self.columns if self.in_step else shown, asked=True)
         self._gathered = held._replace(asked=True)
@@ -768,6 +809,33 @@ class PagedIndexedLayer(PagedLayer):
             self.indexer_position_ids = native.indexer_position_ids
 
 
+class PagedCompressedLayer(PagedLayer):
+    """Layer with a window in pages, and with what it compresses of all tokens as its state.
+
+    Attributes:
+        compressor: Native layer without keys, which holds the compressed entries and the tokens
+            of the block under way.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.compressor = self.spec.make()
+        held = vars(self.compressor).items()
+        self.states = tuple(name for name, value in held if isinstance(value, dict))
+
+    def __getattr__(self, name: str) -> Any:
+        if "compressor" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.compressor, name)
+
+    def become_native(self) -> None:
+        """Turn into a native layer with the same content, in place."""
+        compressor, states = self.compressor, self.states
+        super().become_native()
+        for name in states:
+            setattr(self, name, getattr(compressor, name))
+
+
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
@@ -909,7 +977,7 @@ class Recurrent:
                 return False
             attribute, _, part = key.partition(".")
             if part:
-                getattr(layer, attribute)[int(part)] = value
+                getattr(layer, attribute)[int(part) if part.isdigit() else part] = value
             else:
                 setattr(layer, attribute, value)
         self.mark()
@@ -1090,6 +1158,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         for layer in self._made:
             if isinstance(layer, PagedLayer):
                 layer.become_native()
+            else:
+                vars(layer).pop("update", None)
         for layer in self.layers:
             if isinstance(layer, PagedLayer):  # a layer of another cache, used by both from now on
                 layer.to_native()
@@ -1220,7 +1290,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         """
         self.rows.alive()
         stays = self.stays()
-        if stays and cut and self.skips:  # each layer loses as many of its own
+        apart = stays and self.plan.compressed and name not in ("reorder_cache", "reset")
+        if apart or (stays and cut and self.skips):  # each layer changes what it keeps itself
             self.give_up(private=True)
             stays = False
         if not stays:
@@ -1240,6 +1311,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
                     operation(layer, *arguments)
             elif isinstance(layer, PagedIndexedLayer):
                 layer.change_positions(name, arguments)
+            elif isinstance(layer, PagedCompressedLayer):
+                getattr(layer.compressor, name)(*arguments)
             elif not isinstance(layer, PagedLayer) and hasattr(layer, name):
                 getattr(layer, name)(*arguments)
 
@@ -1303,12 +1376,25 @@ def _become(held: Any, cls: type, attributes: Mapping[str, Any]) -> None:
 def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCache]) -> Any:
     spec, placed = plan.specs[index], plan.placed.get(index)
     if placed is None:
-        return spec.make()
+        made = spec.make()
+        if spec.absent:
+            made.update = partial(_appear, made, cache)
+        return made
     if index not in plan.indexers:
-        return (PagedHybridLayer if spec.hybrid else PagedLayer)(rows, placed, spec, cache)
-    made = PagedIndexedLayer(rows, placed, spec, cache)
-    made.indexer = PagedLayer(rows, plan.indexers[index], spec, cache)
-    return made
+        kind = PagedHybridLayer if spec.hybrid else PagedLayer
+        return (PagedCompressedLayer if spec.compressed else kind)(rows, placed, spec, cache)
+    layer = PagedIndexedLayer(rows, placed, spec, cache)
+    layer.indexer = PagedLayer(rows, plan.indexers[index], spec, cache)
+    return layer
+
+
+def _appear(layer: Any, cache: weakref.ref[PagedCache], *given: Any, **options: Any) -> Any:
+    """Give a layer its first keys, as a layer of a native cache: no plan covers them."""
+    held = cache()
+    if held is not None:
+        held.give_up(private=True)
+    vars(layer).pop("update", None)
+    return layer.update(*given, **options)
 
 
 def _clone(value: Any) -> Any:
@@ -1316,4 +1402,4 @@ def _clone(value: Any) -> Any:
         return value.clone()
     if isinstance(value, dict):
         return {key: _clone(item) for key, item in value.items()}
-    return value
+    return deepcopy(value) if isinstance(value, CacheLayerMixin) else value

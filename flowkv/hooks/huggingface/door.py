@@ -165,6 +165,12 @@ class ForwardHook:
         follow(self.kv, close=self.release, long=self.long_texts)
 
     @property
+    def _crosses(self) -> bool:
+        """Return whether layers of their own read images, whose keys are not those of tokens."""
+        config = self.model.config.get_text_config(decoder=True)
+        return bool(getattr(config, "cross_attention_layers", None))
+
+    @property
     def _capturable(self) -> bool:
         """Return whether the layers, arguments and devices allow the capture of decode steps."""
         devices = {place.shape[4] for place in self.plan.placed.values()}
@@ -533,6 +539,8 @@ class ForwardHook:
             return call.problem or _PADDING
         if self.plan.by_column and any(pads):
             return BY_COLUMN
+        if call.modal and self._crosses:
+            return "layers of their own read its images"
         return _MIXED if self._alike_rows(call) == "mixed" else ""
 
     def _blended(

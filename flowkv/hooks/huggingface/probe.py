@@ -24,6 +24,7 @@ from flowkv.hooks.huggingface.cache import (
     configured_layers,
     place_layers,
     read_layers,
+    repeated,
 )
 from flowkv.hooks.huggingface.inputs import Names
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
@@ -104,6 +105,7 @@ def probe(
             f"({type(error).__name__}: {error})",
             "Use the model without FlowKV",
         ) from error
+    specs += repeated(specs, cache.layers)
     if len(cache.layers) != len(specs):
         raise UnsupportedModelError(
             f"its cache has {len(cache.layers)} layers, its configuration {len(specs)}",
