@@ -200,7 +200,7 @@ class Lookup:
         self._holds.release_frames(name for name in self._names if not self._known[name])
         return True
 
-    def release(self, first: int = 0) -> None:
+    def release_found(self, first: int = 0) -> None:
         """Release the found frames, from the name at `first` on."""
         there = zip(self._names[first:], self.found[first:], strict=True)
         self._holds.release_frames(name for name, found in there if found)

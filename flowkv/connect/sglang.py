@@ -180,7 +180,7 @@ class FlowKVStorage(HiCacheStorage):
         lookup = self._look_up(pool, keys)
         there = pool.whole(lookup.found)
         n = there.index(False) if False in there else len(there)
-        lookup.release(n * len(pool.sizes))
+        lookup.release_found(n * len(pool.sizes))
         return n
 
     def batch_exists_v2(
@@ -199,7 +199,7 @@ class FlowKVStorage(HiCacheStorage):
             pool = self._pool(transfer.name)
             lookup = self._look_up(pool, keys[:n_pages])
             there = pool.whole(lookup.found)
-            lookup.release()  # which pages will be loaded is unknown
+            lookup.release_found()  # which pages will be loaded is unknown
             trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
             window = max(1, len(transfer.keys or ())) if trailing else n_pages
             ends = [n for n in range(1, n_pages + 1) if all(there[max(0, n - window) : n])]

@@ -72,7 +72,7 @@ def test_a_look_up_releases_its_own_holds_alone(keeper: Keeper) -> None:
     holds.hold_frames(NAMES[1:4])
     lookup = Lookup(holds, NAMES, 1.0)
     assert lookup.is_over() and lookup.found == [True, True, False, False]
-    lookup.release(1)
+    lookup.release_found(1)
     assert {name: count for name, (count, _) in holds.items()} == dict.fromkeys(NAMES, 1)
 
 
