@@ -205,9 +205,11 @@ def _edits(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             closed = 1 - own.sum() / none.sum()
             table.append(
                 [kind, name]
-                + [f"{x:.3f}" for x in (work, own.mean(), closed)]
+                + [f"{x:.4f}" for x in (work, own.mean(), np.median(own), own.max(), closed)]
                 + [f"{low:.2f} to {high:.2f}"]
             )
         result["quality"][kind] = rows
-    screen.table(["edit", "computed again", "work", "KL", "closed", "95 %"], table)
+    screen.table(
+        ["edit", "computed again", "work", "KL", "median", "most", "closed", "95 %"], table
+    )
     return 0, result
