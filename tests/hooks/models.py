@@ -303,7 +303,11 @@ def _glm5_next() -> torch.nn.Module:
     """Recurrent layers, latents without a rotary part, and gates beside the indexer's keys."""
     text = transformers.Glm5NextTextConfig(
         **_LATENT | dict(qk_rope_head_dim=0),
-        layer_types=["linear_attention", "indexed_attention"] * 2,
+        layer_types=[
+            "linear_attention",
+            "deepseek_sparse_attention" if OLD else "indexed_attention",
+        ]
+        * 2,
         indexer_types=["full"] * 4,
         linear_head_dim=16,
         linear_num_heads=2,
@@ -501,7 +505,7 @@ _INDEXED = {
     "hy_v4": _hy_v4,
     "minimax_m3_vl_text": _minimax_m3,
     "mistral_large4": _mistral_large4,
-    "qwen4_exp": _qwen4_exp,
+    **({} if OLD else {"qwen4_exp": _qwen4_exp}),  # has an indexer of another form there
 }
 _COMPRESSED = {"deepseek_v4": _deepseek_v4}
 CAUSAL, HYBRID, RECURRENT = sorted(_CAUSAL), sorted(_HYBRID), sorted(_RECURRENT)

@@ -114,6 +114,8 @@ CASES: list[dict[str, Any]] = [
     "name", [pytest.param(name, marks=[] if name in FAST else thorough) for name in KINDS]
 )
 def test_prompts_around_the_original_length(name: str, tmp_path: Path) -> None:
+    if name == "gemma3-longrope" and models.OLD:
+        pytest.skip("this release cannot encode long texts in layers of several kinds")
     order = [*CASES, *random.Random(3).sample(CASES, len(CASES))]
     plain = build(name)
     wanted = [generate(plain, **dict(new_tokens=8) | case) for case in order]

@@ -42,7 +42,6 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
     "hybrid_sliding": ("sliding", True),
     "indexed_attention": ("full", False),
     "deepseek_sparse_attention": ("full", False),  # in 5.17
-    "qwen_sparse_attention": ("full", False),  # in 5.17
     "minimax_m3_sparse": ("full", False),
     "compressed_sparse_attention": ("sliding", False),
     "heavily_compressed_attention": ("sliding", False),
