@@ -84,6 +84,23 @@ def test_a_restart(tmp_path: Path) -> None:
         assert reused(kv) == KNOWN
 
 
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*other layers")
+def test_another_window_is_left_to_the_model() -> None:
+    """The windows of layers are those of the configuration when the model was attached."""
+    model, prompt = models.causal(NAME), models.prompt(70)
+    held, wanted = model.config.sliding_window, {}
+    for window in (held, 12, 40):
+        model.config.sliding_window = window
+        wanted[window] = generate(model, NEW, input_ids=prompt)
+    assert not torch.equal(wanted[40].sequences, wanted[held].sequences), "windows do not matter"
+    model.config.sliding_window = held
+    with attached(model) as kv:
+        for window in (held, 12, 12, 40, 40, held):
+            model.config.sliding_window = window
+            assert_same(generate(model, NEW, input_ids=prompt), wanted[window])
+        assert reused(kv) == 64
+
+
 def test_beams() -> None:
     model, prompt = models.causal(NAME), models.prompt(50)
     options = dict(num_beams=3, num_return_sequences=2)

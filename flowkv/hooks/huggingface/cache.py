@@ -118,6 +118,7 @@ def read_layer(name: str, arguments: dict[str, Any]) -> LayerSpec:
     elif name in _KINDS:
         kind, hybrid = _KINDS[name]
         by_column, compressed = name in _BY_COLUMN, name in _COMPRESSED
+        arguments = deepcopy(arguments) if compressed else arguments  # a configuration may change
         return LayerSpec(
             kind, native, arguments, hybrid, by_column=by_column, compressed=compressed
         )
