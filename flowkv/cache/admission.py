@@ -114,9 +114,10 @@ class Admission:
     @property
     def writes_all(self) -> bool:
         """Return whether every page is written at once: without write admission, or to memory."""
+        if self._context.writes is None or self._sends():
+            return True
         number = self.lasting()
-        host = number < 0 or self._tiers[number].kind == "host"
-        return host or self._context.writes is None or self._sends()
+        return number < 0 or self._tiers[number].kind == "host"
 
     def at_once(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """Return the blocks that are written as soon as they are final."""
@@ -130,7 +131,7 @@ class Admission:
         rule.choose(as_slots([block.slot for block in some if _stays(block)]))
         return [*compress(some, rule.admits(as_slots([block.slot for block in some])))]
 
-    def declined(self, blocks: Iterable[Block], number: int) -> set[Block]:
+    def decline(self, blocks: Iterable[Block], number: int) -> set[Block]:
         """Return the pages that leave memory for no lasting tier, by write admission; count them.
 
         Args:

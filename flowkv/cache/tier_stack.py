@@ -483,7 +483,7 @@ class TierStack:
                 if left and self.mover.lanes[number].rests is rests:
                     worth = admission.worth_storing(admission.storable(left, number), number)
                     asked = [b for b in worth if from_memory and b not in self.unwritten]
-                    declined = admission.declined(asked, number)
+                    declined = admission.decline(asked, number)
                     worth = [block for block in worth if block not in declined]
                     takes = dict.fromkeys(admission.admitted(worth, number))
                     left = [b for b in left if not (b in takes or b in declined)]

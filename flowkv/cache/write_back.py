@@ -104,11 +104,11 @@ class WriteBack:
         if block.kind != "page" or block in stack.provisional or block in stack.unwritten:
             return False
         if block.page < 0:
-            final = block.tiers and stack.tiers[block.nearest].kind == "host"
+            final = block.tiers > 0 and stack.tiers[block.nearest].kind == "host"
         else:
-            rungs = stack.forms[block.group].ladder.rungs
-            final = block.page >> CODEC_SHIFT or not (rungs and block.sealable)
-        return bool(final) and block.lacked_by(number)
+            coming = block.sealable and bool(stack.forms[block.group].ladder.rungs)
+            final = block.page >> CODEC_SHIFT > 0 or not coming
+        return final and block.lacked_by(number)
 
     def _write_out(self) -> None:
         """Store waiting pages in the persistent tier, as far as it takes them now.
