@@ -114,33 +114,38 @@ class Admission:
     @property
     def writes_all(self) -> bool:
         """Return whether every page is written at once: without write admission, or to memory."""
+        if self._context.writes is None or self._sends():
+            return True
         number = self.lasting()
-        host = number < 0 or self._tiers[number].kind == "host"
-        return host or self._context.writes is None or self._sends()
+        return number < 0 or self._tiers[number].kind == "host"
 
     def at_once(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        """Return the pages that are written as soon as they are final."""
-        return blocks if self.writes_all else [block for block in blocks if _stays(block)]
+        """Return the blocks that are written as soon as they are final."""
+        return blocks if self.writes_all else [b for b in blocks if b.kind != "page" or _stays(b)]
 
     def chosen(self, blocks: Iterable[Block]) -> list[Block]:
         """Return the pages that write admission would let leave memory now."""
         some, rule = [*blocks], self._context.writes
-        if rule is None or not some:
+        if rule is None:
             return some
         rule.choose(as_slots([block.slot for block in some if _stays(block)]))
         return [*compress(some, rule.admits(as_slots([block.slot for block in some])))]
 
-    def leaving(self, blocks: list[Block], number: int) -> list[Block]:
-        """Return the blocks that may leave memory for a tier, by write admission; count others."""
+    def decline(self, blocks: Iterable[Block], number: int) -> set[Block]:
+        """Return the pages that leave memory for no lasting tier, by write admission; count them.
+
+        Args:
+            blocks: Blocks that leave memory and that the tier may store.
+            number: The tier.
+        """
         rule = self._context.writes
         if rule is None or self.writes_all or self._tiers[number].kind == "host":
-            return blocks
+            return set()
         pages = [block for block in blocks if block.kind == "page"]
         self.chosen(pages)
-        admitted = rule.depart(as_slots([block.slot for block in pages]))
-        declined = {*compress(pages, ~admitted)}
-        self._mover.lanes[number].declined += len(declined)
-        return [block for block in blocks if block not in declined]
+        found = {*compress(pages, ~rule.depart(as_slots([block.slot for block in pages])))}
+        self._mover.lanes[number].declined += len(found)
+        return found
 
     def storable(self, blocks: Iterable[Block], number: int) -> list[Block]:
         """Return the blocks that a tier is open to, if it is writable, be it resting or not."""

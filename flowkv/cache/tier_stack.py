@@ -482,9 +482,11 @@ class TierStack:
                 left = [b for b in left if not (b.gone or (b.tiers | b.going) >> number & 1)]
                 if left and self.mover.lanes[number].rests is rests:
                     worth = admission.worth_storing(admission.storable(left, number), number)
-                    worth = admission.leaving(worth, number) if from_memory else worth
+                    asked = [b for b in worth if from_memory and b not in self.unwritten]
+                    declined = admission.decline(asked, number)
+                    worth = [block for block in worth if block not in declined]
                     takes = dict.fromkeys(admission.admitted(worth, number))
-                    left = [block for block in left if block not in takes]
+                    left = [b for b in left if not (b in takes or b in declined)]
                     if takes and not rests:
                         found[number] = [*takes]
                     for block in takes if rests else ():

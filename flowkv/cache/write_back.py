@@ -50,21 +50,15 @@ class WriteBack:
         """Write pages down that became final, as far as they need not wait to leave memory."""
         some = self._admission.at_once(blocks)
         self._held_back |= len(some) < len(blocks)
-        if some:
-            self.write_down(*some)
+        self.write_down(*some)
 
     def write_chosen(self, blocks: Iterable[Block]) -> None:
         """Write the pages in memory down that write admission would let leave it now."""
         number = self._admission.writes_to()
         if number >= 0 and not self._admission.writes_all:
-            self.write_down(*self._admission.chosen(b for b in blocks if self._waits(b, number)))
-
-    def _waits(self, block: Block, number: int) -> bool:
-        """Return whether memory has a final page that is neither stored nor queued."""
-        if block.kind != "page" or block.page >= 0:
-            return block.kind == "page" and self._may_write(block, number)
-        free = block not in self._stack.provisional and block not in self._stack.unwritten
-        return free and block.tiers > 0 and block.lacked_by(number)
+            self.write_down(
+                *self._admission.chosen(b for b in blocks if self._may_write(b, number))
+            )
 
     def write_down(self, *blocks: Block) -> None:
         """Write full pages to the first persistent tier, in the background.
@@ -99,16 +93,22 @@ class WriteBack:
             elif block.page >= 0:
                 if self._may_write(block, number):
                     self.write_filled(block)
-            elif block.lacked_by(number) and self._admission.worth_storing([block], number):
+            elif block.lacked_by(number) and self._admission.worth_storing(
+                self._admission.at_once([block]), number
+            ):
                 stack.wait(block)
 
     def _may_write(self, block: Block, number: int) -> bool:
-        """Return whether a page is final, and neither stored on a tier nor queued for it."""
+        """Return whether memory has a final page that is neither on a tier nor queued for it."""
         stack = self._stack
-        if block in stack.provisional or block in stack.unwritten or block.page < 0:
+        if block.kind != "page" or block in stack.provisional or block in stack.unwritten:
             return False
-        sealed = block.page >> CODEC_SHIFT or not stack.forms[block.group].ladder.rungs
-        return bool(sealed or not block.sealable) and block.lacked_by(number)
+        if block.page < 0:
+            final = block.tiers > 0 and stack.tiers[block.nearest].kind == "host"
+        else:
+            coming = block.sealable and bool(stack.forms[block.group].ladder.rungs)
+            final = block.page >> CODEC_SHIFT > 0 or not coming
+        return final and block.lacked_by(number)
 
     def _write_out(self) -> None:
         """Store waiting pages in the persistent tier, as far as it takes them now.

@@ -82,6 +82,8 @@ class WriteAdmission:
             grown[: len(self._slots)] = self._slots
             self._slots = grown
         new = self._slots["uses"][slots] == 0
+        self._slots["parent"][slots] = parents  # those above may have come back as other slots
+        self.choose(parents[(parents >= 0) & self._slots["chosen"][slots]])
         for slot, parent in zip(slots[new].tolist(), parents[new].tolist(), strict=True):
             above = self._slots[parent] if 0 <= parent < len(self._slots) else None
             turn = 0 if above is None else min(above["turn"] + (above["uses"] > 1), TURNS - 1)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.errors import ConfigError, refuse_unknown
 from flowkv.policy import make_policy
-from flowkv.policy.admission import WriteAdmission
+from flowkv.policy.admission import RULES, WriteAdmission
 from flowkv.policy.base import NEVER_NS, Learner, Policy, Slots, Visit
 from flowkv.policy.optimum import Optimum, belady
 from flowkv.policy.order.compiled import Array, kernel
@@ -923,6 +923,7 @@ def _tiered(trace: Trace, policy: Maker, capacity: int, settings: ReplaySettings
     pages = [tier.capacity(trace.unique) for tier in tiers]
     policies = [make(trace, tier.policy or policy, settings) for tier in tiers]
     rule = settings.get("admit", "all")
+    refuse_unknown("no rule of write admission", rule, ("all", *RULES))
     admission = None if rule == "all" else WriteAdmission(rule)
     lasts = [tier.place in LASTING for tier in tiers]
     if admission is not None and not any(lasts):

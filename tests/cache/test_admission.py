@@ -142,6 +142,67 @@ def test_a_hint_on_known_pages_writes_them_now() -> None:
         assert len(disk.frames) == 3
 
 
+def test_a_hint_in_the_middle_brings_the_pages_above_out_of_host_memory() -> None:
+    disk = lasting()
+    kv = small(HostTier(9 * 4096), disk)
+    for prompt in (P, Q):
+        published(kv, prompt)
+    published(kv, [*P, 7], retain=[Retain(16, 24, priority=80)])
+    kv.planner.store.writes.drain()
+    assert len(disk.frames) == 3
+
+
+def test_pages_that_wait_to_be_written_are_not_declined() -> None:
+    disk = lasting()
+    kv = small(disk)
+    published(kv, P)
+    store = kv.planner.store
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store.writes, "_write_out", lambda: None)
+        store.writes.write_down(*store.index)  # as those of a loaded export
+        assert store.writes.unsaved == 3
+        published(kv, Q)
+    assert kv.flush() and kv.stats()["tiers"]["lasting"]["declined"] == 0
+    assert len(disk.frames) == 3 and reused(kv, P) == 24
+    audit(kv)
+
+
+def test_flush_is_content_with_pages_that_the_next_disk_has() -> None:
+    first, second = lasting(capacity_bytes=3 * 4700, name="first"), lasting(name="second")
+    kv = small(first, second)
+    for prompt in (P, Q, R, [4] * 24):
+        for _ in range(2):
+            published(kv, prompt)
+            kv.planner.store.writes.drain()
+    assert len(second.frames) >= 3
+    assert kv.flush() and not kv.stats()["tiers"]["first"]["dropped"]
+    audit(kv)
+
+
+def test_a_declined_page_is_asked_once_and_goes_to_no_other_lasting_tier() -> None:
+    first, second = lasting(name="first"), lasting(name="second")
+    kv = small(first, second)
+    for prompt in (P, Q):
+        published(kv, prompt)
+    tiers = kv.stats()["tiers"]
+    assert tiers["first"]["declined"] >= 2 and not tiers["second"]["declined"]
+    assert not (first.frames or second.frames)
+
+
+def test_pages_in_host_memory_whose_weights_are_proven_later_are_asked_too() -> None:
+    disk = lasting()
+    kv = small(HostTier(1 << 20), disk)
+    stack = kv.planner.store.stack
+    stack.provisional.active = True
+    for prompt in (P, Q, R):
+        published(kv, prompt)
+    assert stack.provisional
+    stack.provisional.begin()
+    kv.planner.store.writes.confirm()
+    kv.planner.store.writes.flush(2.0)
+    assert not disk.frames
+
+
 def test_prompts_that_are_handed_over_are_written_whole() -> None:
     disk = lasting()
     kv = small(disk)
@@ -213,3 +274,57 @@ def test_the_simulator_writes_the_same_pages(
             assert ledger.declined == kv.stats()["tiers"]["lasting"]["declined"]
         audit(kv)
         kv.close()
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["serve"] * 3 + ["keep", "middle", "pin", "unpin", "flush", "forget"]),
+        st.integers(0, 4),
+        st.integers(1, 5),
+    ),
+    min_size=6,
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("rule", WRITE_RULES)
+@settings(max_examples=20, deadline=None)
+@given(steps=steps, host=st.booleans(), room=st.integers(8, 11))
+def test_promises_hold_whatever_happens(
+    rule: str, steps: list[tuple[str, int, int]], host: bool, room: int
+) -> None:
+    """What is to stay is on disk with all above; erased pages are nowhere; no count is left."""
+    disk = lasting()
+    kv = small(*([HostTier(5 * 4096)] if host else []), disk, admit=rule, pages=room)
+    store, number = kv.planner.store, int(host)
+    for how, talk, pages in steps:
+        tokens = [*([talk % 2] * PAGE), *([talk] * PAGE * (pages - 1))]
+        if how in ("serve", "keep", "middle"):
+            first = 0 if how == "keep" else (pages - 1) * PAGE
+            hint = [] if how == "serve" else [Retain(first, pages * PAGE, priority=80)]
+            published(kv, [*tokens, 99], retain=hint)
+        elif how in ("pin", "unpin"):
+            if how == "pin" and sum(b.pinned for b in store.index) + pages > room - 7:
+                continue
+            assert kv.pin(tokens, pinned=how == "pin") >= 0
+        elif how == "flush":
+            assert kv.flush()
+        else:
+            kv.forget(tokens)
+            keys = {b.key for b in store.index}
+            assert disk.frames.keys() <= keys
+        store.writes.drain()
+        for block in store.index:
+            if block.kind == "page" and (block.pinned or block.lease):
+                above = block
+                while above is not None:
+                    assert above.tiers >> number & 1, (how, talk, pages)
+                    above = store.index.find(above.parent)
+        assert not store.writes.unsaved
+        rows = store.context.writes._slots
+        known = {b.slot for b in store.index} | {g.slot for g in store.index.ghosts._known.values()}
+        assert set(np.flatnonzero(rows["uses"]).tolist()) <= known
+    lanes = kv.stats()["tiers"]["lasting"]
+    assert not lanes["dropped"]
+    audit(kv)
+    kv.close()

@@ -36,6 +36,8 @@ class Account:
                     self.back[self.left.pop(slot)] += 1
 
     def insert(self, slots: list[int], parents: list[int]) -> None:
+        self.above.update((s, p) for s, p in zip(slots, parents, strict=True) if s in self.uses)
+        self.choose([p for s, p in zip(slots, parents, strict=True) if s in self.chosen])
         for slot, parent in zip(slots, parents, strict=True):
             if slot not in self.uses:
                 turn = self.turn[parent] + (self.uses[parent] > 1) if parent in self.uses else 0
@@ -74,10 +76,14 @@ class Account:
             if slot in self.uses and slot not in self.left and slot not in self.chosen:
                 self.left[slot] = self.turn[slot]
                 self.went[self.turn[slot]] += 1
-            while answers[-1] and slot in self.uses and slot not in self.chosen:
+            self.choose([slot] if answers[-1] else [])
+        return answers
+
+    def choose(self, slots: list[int]) -> None:
+        for slot in slots:
+            while slot in self.uses and slot not in self.chosen:
                 self.chosen.add(slot)
                 slot = self.above[slot]
-        return answers
 
 
 slots = st.lists(st.integers(0, 20), unique=True, max_size=6)
@@ -115,6 +121,18 @@ def test_decisions_are_those_of_the_plain_account(rule, events):
                 left = slot in plain.left and slot not in plain.chosen
                 assert mine.declined(slot) == left
             assert not mine.declined(-1)
+
+
+def test_a_page_above_that_comes_back_as_another_slot_is_admitted_with_those_below():
+    rule = WriteAdmission("second-touch")
+    rule.insert(as_slots([0, 1]), as_slots([-1, 0]))
+    rule.access(as_slots([1]))
+    assert rule.depart(as_slots([1])).all()
+    rule.forget(as_slots([0]))
+    rule.insert(as_slots([0, 2]), as_slots([-1, -1]))  # an unrelated page has its slot now
+    assert not rule.admits(as_slots([0, 2])).any()
+    rule.insert(as_slots([1]), as_slots([2]))
+    assert rule.admits(as_slots([0, 2])).tolist() == [False, True]
 
 
 def serve(ledger: Ledger, prompt: list[int], request: int) -> None:

@@ -167,3 +167,9 @@ def test_write_admission_writes_less_than_all(rule):
 def test_write_admission_needs_a_place_that_lasts():
     with pytest.raises(ConfigError, match="without a place that lasts"):
         replay(generate("chat", requests=20, seed=2), "lru", size="5%", admit="auto")
+
+
+def test_an_unknown_rule_of_write_admission_is_refused_with_all_that_there_are():
+    with pytest.raises(ConfigError, match="all, second-touch, auto"):
+        told = {"tiers": ["disk:100%"], "admit": "thrice"}
+        replay(generate("chat", requests=20, seed=2), "lru", size="5%", **told)
