@@ -151,6 +151,7 @@ def test_a_plain_install_has_all_that_needs_no_extra(
         "objects",
         "redis",
         "mooncake",
+        "nixl",
         "otel",
         "prometheus",
     }
