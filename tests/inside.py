@@ -34,7 +34,14 @@ if TYPE_CHECKING:
     from flowkv.cache.block_table import Planner, relocate
     from flowkv.cache.closed_tails import ClosedTails
     from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
-    from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy, most_ghosts
+    from flowkv.cache.index import (
+        UNKNOWN,
+        Block,
+        PrefixIndex,
+        SwappedCopy,
+        enter_tier,
+        most_ghosts,
+    )
     from flowkv.cache.kv import (
         PagedRow,
         bind,

@@ -231,11 +231,6 @@ class Block:
         """Return whether a tier neither has the known block nor is storing it."""
         return not (self.gone or (self.tiers | self.going) >> tier & 1)
 
-    def enter(self, tier: int, codec: int) -> None:
-        """Record that a tier holds a copy of this codec."""
-        self.tiers |= 1 << tier
-        self.codecs = self.codecs & ~(UNKNOWN << 4 * tier) | codec << 4 * tier
-
     def codec_on(self, tier: int) -> int:
         """Return the codec index of a tier's copy; `UNKNOWN` if others may have written it."""
         return self.codecs >> 4 * tier & UNKNOWN
@@ -244,6 +239,13 @@ class Block:
     def place(self) -> bytes:
         """Return the block's key in `Beginnings`, distinct for each tenant and model."""
         return self.parent if self.parent != ROOT else self.namespace + self.tenant
+
+
+def enter_tier(blocks: Iterable[Block], tier: int, codec: int) -> None:
+    """Record that a tier holds a copy of this codec of each block."""
+    for block in blocks:
+        block.tiers |= 1 << tier
+        block.codecs = block.codecs & ~(UNKNOWN << 4 * tier) | codec << 4 * tier
 
 
 def frame_infos(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 
-from flowkv.cache.index import UNKNOWN, Block, PrefixIndex
+from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, enter_tier
 from flowkv.tiers.base import Entry, FrameInfo, Tier, evictable
 
 _ADOPTED, _LOOKED_AT = 64, 1 << 12  # other caches' frames per call: most adopted, most examined
@@ -43,7 +43,7 @@ class Listing:
             block = self._index.get_or_create(entry.key, info.parent, info.group, info.kind)
             # Copies may differ in fidelity; the best of them counts.
             block.fidelity = min(info.fidelity, block.fidelity if block.tiers else info.fidelity)
-            block.enter(number, info.codec)
+            enter_tier([block], number, info.codec)
             if info.kind != "page":
                 block.n_bytes, block.tail = entry.n_bytes, info.tokens
             block.tenant, block.namespace = info.tenant, info.namespace
@@ -126,7 +126,7 @@ class Listing:
                 if there and (known is None or not known.tiers >> number & 1):
                     block = self._index.get_or_create(key, parent, *like)
                     block.tenant, block.namespace = realm
-                    block.enter(number, UNKNOWN)
+                    enter_tier([block], number, UNKNOWN)
                     fresh.append(block)
                 parent = key
             self._insert(fresh, number)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from flowkv.cache.admission import Admission, Provisional
 from flowkv.cache.context import PolicyContext, chains
-from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block
+from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, enter_tier
 from flowkv.cache.listing import Listing
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pool import Forms
@@ -284,10 +284,10 @@ class TierStack:
             elif block.gone:  # the block was forgotten while it was stored
                 self._wipe(number, [block.key])
             else:
-                block.enter(number, known)
                 kept.append(block)
                 n_bytes, seconds = n_bytes + answer.n_bytes, max(seconds, answer.seconds)
         if kept:
+            enter_tier(kept, number, known)
             for chain in chains(kept):
                 self.insert(chain, number)
             lane.stored_bytes += n_bytes

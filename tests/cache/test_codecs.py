@@ -38,6 +38,7 @@ from tests.inside import (
     Encoded,
     NonFiniteError,
     Warned,
+    enter_tier,
     page_layout,
 )
 from tests.inside import kv_plan as plan
@@ -677,7 +678,7 @@ def test_policies_are_told_the_likely_size_of_what_others_wrote() -> None:
     assert kv.flush()
     store = kv.planner.store
     for block in store.index:
-        block.enter(0, UNKNOWN)
+        enter_tier([block], 0, UNKNOWN)
         wanted = store.forms[block.group].layouts[1].page_bytes
         assert store.stack.copies.size(block, 0) == wanted < store.stack.copies.body_bytes(block, 0)
     kv.close()

@@ -13,7 +13,16 @@ import pytest
 
 from flowkv import KV, Step
 from flowkv.policy.restore import RestoreLoad, Span, State
-from tests.inside import HostTier, Late, PageLoad, RestoreEnded, RestoreJob, RestoreSpan, StateError
+from tests.inside import (
+    HostTier,
+    Late,
+    PageLoad,
+    RestoreEnded,
+    RestoreJob,
+    RestoreSpan,
+    StateError,
+    enter_tier,
+)
 from tests.inside import kv_plan as plan
 
 from . import toy
@@ -57,7 +66,7 @@ def test_what_is_called_off_is_asked_of_no_other_tier() -> None:
     with stored(prompt, near, policy=Farther()) as kv:
         kv.planner.store.stack.add(far)
         for block in kv.planner.store.index:
-            block.enter(1, 0)
+            enter_tier([block], 1, 0)
             kv.planner.store.stack.insert([block], 1)
         near.per_poll = 0
         kv.planner.store.stack.mover.lanes[1].schedule.demand_bytes = 1  # all but one of them wait
@@ -242,7 +251,7 @@ def test_one_page_out_of_reach_does_not_keep_the_others() -> None:
         assert last is not None
         store.stack.places[0].remove(last)
         last.tiers = 0
-        last.enter(1, 0)
+        enter_tier([last], 1, 0)
         store.stack.insert([last], 1)
         store.stack.mover.lanes[1].rest(60.0)
         with kv.open(prompt, wait=False) as seq:
@@ -426,7 +435,7 @@ def test_of_tiers_the_one_that_is_read_is_asked_whether_it_pays(fast: str) -> No
         stack = kv.planner.store.stack
         stack.add(far)
         for block in kv.planner.store.index:
-            block.enter(1, 0)
+            enter_tier([block], 1, 0)
             stack.insert([block], 1)
         stack.mover.lanes[0].rest(60.0)
         kv.gate.computed(1000, 1e-3)
@@ -452,7 +461,7 @@ def test_a_page_behind_that_does_not_pay_keeps_no_others_from_being_copied_at_on
                 assert last is not None and last.page < 0
                 store.stack.places[0].remove(last)
                 last.tiers = 0
-                last.enter(1, 0)
+                enter_tier([last], 1, 0)
                 store.stack.insert([last], 1)
         kv.gate.computed(1000, 1e-3)
         for _ in range(20):

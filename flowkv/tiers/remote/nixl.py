@@ -143,11 +143,8 @@ class Nixl:
         """Move bytes between memory and an open file, and wait for their end, however long."""
         if not data.nbytes:
             return
-        address, agent, plugins = (
-            np.frombuffer(data, np.uint8).ctypes.data,
-            self._agent,
-            [self._plugin],
-        )
+        address, agent = np.frombuffer(data, np.uint8).ctypes.data, self._agent
+        plugins = [self._plugin]
         held = list[Any]()
         try:
             with self._lock:
