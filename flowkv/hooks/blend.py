@@ -346,7 +346,8 @@ class Blender:
             exact = places[0].first // size * size - before
             if exact > 0:
                 advance(seq, exact)
-            if self._gauge is not None and self._gauge.due():
+            fresh = not all(place.continued for place in places)  # continued texts were judged
+            if self._gauge is not None and fresh and self._gauge.due():
                 self._try(seq, places, sources, advance)
             else:
                 self._blend(seq, places, sources)

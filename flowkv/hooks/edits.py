@@ -12,19 +12,17 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flowkv.cache.block_table import Planner
 from flowkv.cache.erasure import forget_prompt
-from flowkv.cache.kv import KV, count_tokens
+from flowkv.cache.kv import count_tokens
 from flowkv.cache.sequence import Sequence
 from flowkv.core.keys import Salt
-from flowkv.hooks.blend import LEAST_TOKENS, Blender, Forward, FoundSpan, Tokens
-from flowkv.kvt.basis import KeyTurn
-from flowkv.policy.blend import BlendRule
+from flowkv.hooks.blend import LEAST_TOKENS, Blender, FoundSpan, Tokens
 
 _MOST_TOKENS = 1 << 20
 """Most token ids remembered, of all tenants; the tenants used longest ago lose texts first."""
@@ -59,7 +57,7 @@ def _alike(one: Tokens, other: Tokens) -> int:
 
 
 class History:
-    """Texts of one tenant, whose spans are found at any offset. Not thread-safe.
+    """Texts of one tenant, to find their spans at any offset. Not thread-safe.
 
     Attributes:
         texts: The texts.
@@ -150,20 +148,12 @@ class History:
 class EditBlender(Blender):
     """Finder of the spans of edited texts, which takes their cached pages. See `Blender`."""
 
-    def __init__(
-        self,
-        kv: KV,
-        forward: Forward,
-        turns: Mapping[int, KeyTurn],
-        lead: int,
-        rule: BlendRule,
-        compute: Callable[[Tokens, str | None], object] | None = None,
-        max_kl: float | None = None,
-    ) -> None:
-        super().__init__(kv, forward, turns, lead, rule, compute, max_kl)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         self._histories: dict[str, History] = {}  # the latest last
         self._lock = threading.Lock()
-        how = f"edited, {rule.name}, {sorted(vars(rule).items())}, {max_kl}"
+        kind, fields = type(self.rule).__qualname__, sorted(vars(self.rule).items())
+        how = f"edited, {self.rule.name}, {kind}, {fields}, {options.get('max_kl')}"
         self._mark = hashlib.sha256(how.encode()).digest()
 
     def adopt(self, former: Any) -> None:

@@ -97,7 +97,7 @@ def attach(
         reuse: "exact", or, experimental, "blend": documents that were passed to `KV.learn` are
             reused at any position in a prompt. The answer is near the exact one: see the guide
             on documents. Or "edits": spans of earlier prompts and answers of the same tenant are,
-            as in conversations whose tool results were cleared.
+            as in conversations with cleared tool results.
         recompute: With these, which of their tokens are computed again: a share, as 0.15, or a
             rule by name, as "first:16".
         max_kl: Largest estimated divergence of such a prompt, in nats; above it, it is computed.

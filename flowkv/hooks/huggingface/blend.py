@@ -59,7 +59,7 @@ def make_blender(
     with door.aside(), quiet(model):
         turns = key_turns(model, door, config)
     compute = partial(_compute, weakref.ref(door))
-    return kind(kv, forward, turns, next(_leads(model, config)), rule, compute, max_kl)
+    return kind(kv, forward, turns, next(_leads(model, config)), rule, compute, max_kl=max_kl)
 
 
 def _compute(door: weakref.ref[Any], ids: NDArray[np.uint32], tenant: str | None) -> None:
