@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="tiny cases, on the CPU, no times")
     parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument("--seconds", type=float, default=345.0, help="that a whole run may take")
+    parser.add_argument("--only", default=",".join(whole.SECONDS), help="parts of a whole run")
     parser.add_argument("--table", type=Path, metavar="FILE", help="show a whole run's results")
     parser.add_argument("--parts", help=argparse.SUPPRESS)  # how a whole run starts its processes
     args = parser.parse_args()
@@ -81,7 +82,8 @@ def main() -> int:
         return kernels(args.k, args.out or RESULTS, dry=args.dry_run)
     with tempfile.TemporaryDirectory() as nowhere:
         out = args.out or (Path(nowhere) if args.dry_run else RESULTS)
-        return whole.Whole(out, args.seconds, dry=args.dry_run).run()
+        only = args.only.split(",")
+        return whole.Whole(out, args.seconds, dry=args.dry_run, only=only).run()
 
 
 if __name__ == "__main__":

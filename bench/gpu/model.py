@@ -45,7 +45,7 @@ class Size(NamedTuple):
     long: int = 8192
     batch: tuple[int, int] = (16, 2048)
     clients: tuple[int, int, int] = (32, 1024, 64)
-    new: int = 33
+    new: int = 21
     rounds: int = 2
 
 
@@ -233,6 +233,7 @@ def plain(bed: Bed) -> Iterator[Row]:
 
 def attached(bed: Bed, title: str = "attached", **options: Any) -> Iterator[Row]:
     """Attached, at each length: prompts not seen before, and one asked again."""
+    bed.ask(bed.fresh(64))
     begun_s, most = time.perf_counter(), max(bed.size.lengths)
     with ExitStack() as stack:
         with Sampler() as sampler:

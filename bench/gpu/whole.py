@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = {
     "warm": 125.0,
     "tests": 125.0,
-    "plain": 30.0,
+    "plain": 45.0,
     "attached": 45.0,
     "pressure": 60.0,
     "path": 40.0,
@@ -266,13 +266,20 @@ class Whole:
         out: Folder for the report.
         seconds: That all of it may take.
         dry: Whether it runs on the CPU, tiny.
+        only: The parts to run.
         child: The command that runs parts, whose names follow.
     """
 
     def __init__(
-        self, out: Path, seconds: float, *, dry: bool, child: Sequence[str] = CHILD
+        self,
+        out: Path,
+        seconds: float,
+        *,
+        dry: bool,
+        only: Sequence[str] = tuple(SECONDS),
+        child: Sequence[str] = CHILD,
     ) -> None:
-        self.out, self.dry, self._child = out, dry, child
+        self.out, self.dry, self._only, self._child = out, dry, only, child
         self._end_s = time.monotonic() + seconds
         self.report: Row = {"bench": "gpu", "results": [], "rows": [], "parts": []}
         self._lock = threading.Lock()
@@ -283,16 +290,18 @@ class Whole:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         cores = len(os.sched_getaffinity(0))
         shares = max(1, cores // 2)
-        warm = [[f"warm {i}/{shares}"] for i in range(shares)]
-        timed = [name for name in SECONDS if name not in ("warm", "tests")]
+        warm = [[f"warm {i}/{shares}"] for i in range(shares * ("warm" in self._only))]
+        timed = [name for name in SECONDS if name in self._only and name not in ("warm", "tests")]
         if self.dry:  # where nothing is timed one process will do, and one share says enough
             warm = [["warm 1/6", *timed]]
         try:
             with ThreadPoolExecutor(shares + 1) as threads:
                 try:
-                    tests = threads.submit(self._tests, shares)
+                    wanted = "tests" in self._only
+                    tests = threads.submit(self._tests, shares) if wanted else None
                     list(threads.map(self._parts, warm))
-                    tests.result()
+                    if tests:
+                        tests.result()
                 except BaseException:
                     self._stop()
                     raise
@@ -337,23 +346,27 @@ class Whole:
 
     def _tests(self, workers: int) -> None:
         """The tests that need a GPU, in as many processes."""
-        tests = sorted((ROOT / "tests").rglob("test_*.py"))
+        tests = sorted(
+            (ROOT / "tests").rglob("test_*.py"), key=lambda path: "kernels" in path.parts
+        )
         tests = [path for path in tests if "pytest.mark.gpu" in path.read_text()]
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-m", "gpu"]
         if self.dry:
             tests = tests[:1]
         elif importlib.util.find_spec("xdist"):
             command += ["-n", str(workers)]
-        begun_s, failing, errors, last = time.monotonic(), dict[str, None](), list[str](), ""
+        begun_s, passed, errors, last = time.monotonic(), 0, list[str](), ""
+        failing = dict[str, None]()
         process = self._start([*command, *map(str, tests)], SECONDS["tests"], False)
         for line in process:
             last = line.strip() or last
-            if line.startswith(("FAILED ", "ERROR ")):
-                failing[line.split()[1]] = None
+            passed += bool(re.search(r"::.* PASSED|PASSED .*::", line))
+            if found := re.search(r"(FAILED|ERROR) (\S+::\S+)|(\S+::\S+) (FAILED|ERROR)", line):
+                failing[found[2] or found[3]] = None
             elif line.startswith("E  ") and len(errors) < 20:
                 errors.append(line.strip())
         counts = {name: int(n) for n, name in re.findall(r"(\d+) (passed|failed|skipped)", last)}
-        row = {"case": "GPU tests", "passed": 0, "failed": len(failing), "failing": [*failing]}
+        row = {"case": "GPU tests", "passed": passed, "failed": len(failing), "failing": [*failing]}
         row |= {"errors": errors} if errors else {}
         self._note({"part": "tests", "row": row | counts})
         over = re.search(r" in \d", last)
