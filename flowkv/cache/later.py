@@ -61,8 +61,8 @@ class DeviceTimer:
     __slots__ = ("_begin", "_device", "_end")
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._begin = device, self._mark()
-        self._end = self._begin
+        self._device = device
+        self._begin = self._end = self._mark()
 
     def stop(self) -> None:
         """End the time behind the work that is queued now."""
