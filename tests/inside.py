@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         warn,
     )
     from flowkv.cache.kv import plan as kv_plan
-    from flowkv.cache.later import Later
+    from flowkv.cache.later import DeviceTimer, Later
     from flowkv.cache.listing import Listing
     from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
     from flowkv.cache.mover import (

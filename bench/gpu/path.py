@@ -43,6 +43,7 @@ def of_pages(machine: Machine, n_bytes: int, tokens: int, layers: int) -> Iterat
         assert kv.planner is not None
         kv.planner.measured = lambda *_: None  # type: ignore[method-assign] # nothing is computed
         store = kv.planner.store
+        store.pool(0).arena.zero_()  # pages are published only with finite numbers
         prompts = [[n, *range(each * tokens - 1), 0] for n in range(pages // each)]
         for prompt_ids in prompts:
             with kv.open(prompt_ids) as seq:

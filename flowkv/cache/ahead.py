@@ -42,13 +42,14 @@ class Kernels(msgspec.Struct, frozen=True):
         return served and any(torch.device(group.device).type == "cuda" for group in groups)
 
     def mark(self) -> Path:
-        """Return the path of the file that marks all these kernels as compiled."""
+        """Return the path of the file that marks all these kernels as compiled, for any depth."""
         import triton
         import triton.knobs
 
         devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         sources = sorted(Path(kernels.__file__).with_name("triton").glob("*.py"))
-        named = (msgspec.json.encode(self), triton.__version__, devices)
+        small = msgspec.structs.replace(self, geometry=self._small())
+        named = (msgspec.json.encode(small), triton.__version__, devices)
         name = hashlib.sha256(repr((*named, *map(Path.read_bytes, sources))).encode())
         return Path(triton.knobs.cache.dir) / f"flowkv-{name.hexdigest()[:32]}"
 

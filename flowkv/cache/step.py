@@ -515,7 +515,8 @@ class Step:
         if found is None:
             copies = self.planner.store.pool(group).copies
             if copies is not None:
-                copies.join()  # pages may have been copied on another thread's stream
+                with self.planner.guard:
+                    copies.join()  # pages may have been copied on another thread's stream
             found = self._batches[group] = self.planner.ragged(group, self.advance)
         return found
 

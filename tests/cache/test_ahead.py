@@ -64,6 +64,16 @@ def test_a_process_of_its_own_is_given_the_geometry(begun: list[Begun], tmp_path
     assert process.calls == ["terminate", "wait"] and not compile_process._RUNNING
 
 
+def test_models_of_other_depths_share_a_mark() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed here")
+
+    def mark(layers: int, head_dim: int) -> Path:
+        shape = Geometry.uniform(layers=layers, kv_heads=2, head_dim=head_dim, page_size=64)
+        return ahead.Kernels(shape, "raw", 4).mark()
+
+    assert mark(2, 64) == mark(32, 64) != mark(2, 128)
+
+
 def test_nothing_is_begun_where_nothing_is_to_be_compiled(
     begun: list[Begun], tmp_path: Path
 ) -> None:

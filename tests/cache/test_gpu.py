@@ -59,7 +59,7 @@ def test_prompts_are_timed_by_the_device() -> None:
     told = list[float]()
     with make_kv(SHAPE, pages=20) as kv:
         kv.planner.measured = lambda tokens, seconds, _: told.append(seconds)
-        for number in range(3):
+        for number in range(4):
             seq = kv.open([number, *TEXT], reuse=False)
             for step in kv.prefill([seq], chunk=80):
                 write(step, [0])
@@ -67,6 +67,8 @@ def test_prompts_are_timed_by_the_device() -> None:
             torch.cuda.synchronize()
             advance(kv, [seq], [[1]])
             seq.close()
+            if not number:  # kernels are compiled: the step may be left out
+                told.clear()
     assert len(told) == 3 and all(seconds > 0.04 for seconds in told)
 
 

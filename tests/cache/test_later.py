@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from flowkv import KV
 from tests.cache.toy import PAGE, advance, check_content, make_kv, opened, write
-from tests.inside import CODEC_SHIFT, Later, drop_unproven, seal
+from tests.inside import CODEC_SHIFT, DeviceTimer, Later, drop_unproven, seal
 
 TEXT = list(range(100, 100 + 4 * PAGE))
 
@@ -49,6 +49,35 @@ def slow() -> Iterator[None]:
         patch.setattr(seal, "Later", Slow)
         Arrival.looks, Arrival.waits = 3, 0
         yield
+
+
+def test_a_timer_takes_the_time_between_two_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is recorded on the current stream of the timer's device; both must be over."""
+    device, made = torch.device("cuda:1"), list[Any]()
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            self.timed, self.over = enable_timing, False
+            made.append(self)
+
+        def record(self, stream: str) -> None:
+            self.stream = stream
+
+        def query(self) -> bool:
+            return self.over
+
+        def elapsed_time(self, end: Any) -> float:
+            return 500.0 * (made.index(end) - made.index(self))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: f"stream of {of}")
+    timer = DeviceTimer(device)
+    timer.stop()
+    assert all(event.timed and event.stream == "stream of cuda:1" for event in made)
+    for event in reversed(made):
+        assert timer.seconds() is None
+        event.over = True
+    assert timer.seconds() == 0.5 and len(made) == 2
 
 
 def decode(kv: KV, seqs: list[Any], steps: int) -> None:

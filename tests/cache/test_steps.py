@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,17 @@ def test_a_step_that_waited_or_ran_twice_is_not_timed(kv: KV) -> None:
             advance(kv, [seq], [[1]])
         seq.close()
     assert [tokens for tokens, *_ in told] == [30]
+
+
+def test_copies_to_the_pages_of_a_step_are_joined_under_the_lock(kv: KV) -> None:
+    """Other threads may queue some meanwhile."""
+    seq, held, pool = opened(kv, [5] * 11), list[bool](), kv.planner.store.pool(0)
+    copies: Any = SimpleNamespace(reuse=int, free=lambda *_: None)
+    copies.join = lambda: held.append(kv.planner.guard._is_owned())
+    pool.copies = copies
+    advance(kv, [seq], [[1]])
+    pool.copies = None
+    assert held and all(held)
 
 
 def test_prefill_goes_in_chunks_and_stops_at_what_is_known(kv: KV) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -873,6 +874,19 @@ def test_a_replay_is_copies_and_the_recording(monkeypatch: pytest.MonkeyPatch) -
     assert steps > 40
     assert seen["clone"] == steps and seen["copy_"] <= 6 * steps
     assert seen.keys() <= {"clone", "copy_", "slice", "select", "view", "detach"}
+
+
+def test_copies_are_joined_under_the_lock_before_a_replay() -> None:
+    """Other threads may queue some meanwhile."""
+    model, held = models.short(), list[bool]()
+    with recorded(), attached(model) as kv:
+        (pool,) = kv.planner.store.pools.values()
+        copies: Any = SimpleNamespace(reuse=int, free=lambda *_: None)
+        copies.join = lambda: held.append(kv.planner.guard._is_owned())
+        pool.copies = copies
+        generate(model, 12, input_ids=PROMPT)
+        pool.copies = None
+        assert all(held) and len(held) >= counts(kv)[1] > 5
 
 
 @contextmanager
