@@ -14,7 +14,7 @@ from flowkv.core.geometry import GRANULE_BYTES
 
 PAGES = ((256 << 10, 16, 4), (2 << 20, 16, 32), (4 << 20, 32, 32))
 """Bytes, tokens and layers of pages: 8 KV heads of 128 elements in bfloat16."""
-TOTAL, PROMPT = 4 << 30, 1 << 30
+TOTAL, PROMPT = 2 << 30, 512 << 20
 REST_S = 2.0
 """Time in which host memory is registered with the device, as while a pool fills."""
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = {
-    "warm": 125.0,
-    "tests": 125.0,
+    "warm": 115.0,
+    "tests": 115.0,
     "plain": 45.0,
     "attached": 45.0,
     "pressure": 60.0,
