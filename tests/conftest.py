@@ -23,6 +23,7 @@ from tests.inside import computation
 
 TESTS = Path(__file__).resolve().parent
 POISON_LIMIT_BYTES = 64 << 20
+QUEUED = pytest.StashKey[object]()
 
 # Files of tests that walk a large product (models, mutants, machines, whole tools) of what others
 # show on a few, that measure, or whose subject stands beside what serves a model: `python -m tests`
@@ -168,8 +169,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--part 2/3`: one of three parts that together are all tests."""
+    """`--part 2/3`: one of three parts that together are all tests; `--queued`: as on a GPU."""
     parser.addoption("--part", default="1/1", help="only this part of the tests, such as 2/3")
+    parser.addoption("--queued", action="store_true", help="run the code for GPUs on the CPU")
 
 
 def part_of(item: pytest.Item, parts: int) -> int:
@@ -254,6 +256,19 @@ def whole_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("flowkv.cache.tail.Tails.keep", lambda *_: None)
         monkeypatch.setattr("flowkv.cache.tail.Tails.save", lambda *_: None)
         monkeypatch.setattr("flowkv.cache.restore.PrefixMatcher.behind", lambda *_: [])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def queued(request: pytest.FixtureRequest) -> object:
+    """With `--queued`, treat the CPU as a GPU, for as long as finalizers may run."""
+    if not request.config.getoption("--queued"):
+        return None
+    from tests.queued import like_a_gpu
+
+    device = like_a_gpu()
+    request.config.stash[QUEUED] = device
+    device.__enter__()
+    return device
 
 
 @contextmanager

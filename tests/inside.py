@@ -182,7 +182,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.rows import Rows as rows_Rows
     from flowkv.hooks.huggingface.runners import ApartRow, GenerateSampler, PaddedRunner, Parts
     from flowkv.hooks.huggingface.versions import overlay_window
-    from flowkv.kernels import dispatch, reference, registry
+    from flowkv.kernels import dispatch, operands, reference, registry
     from flowkv.kernels.cascade import Group, shared_prefixes
     from flowkv.kernels.cpu import entries
     from flowkv.kernels.cpu import operations as attention

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Items
 import torch
 
 from flowkv.cache.store import PageStore
+from flowkv.kernels.operands import is_gpu
 
 
 class Later:
@@ -28,10 +29,10 @@ class Later:
         devices = set[torch.device]()
         for value in values:
             if value is not None:
-                if value.is_cuda:
+                if queued := is_gpu(value.device):
                     devices.add(value.device)
                 # With `non_blocking`, torch copies from a GPU into pinned memory.
-                value = value.detach().to("cpu", non_blocking=value.is_cuda, copy=True)
+                value = value.detach().to("cpu", non_blocking=queued, copy=True)
             self._held.append(value)
         for device in devices:
             self._events.append(torch.cuda.current_stream(device).record_event())

@@ -13,13 +13,21 @@ import torch
 
 from flowkv.core.geometry import PageLayout
 
+GPUS = {"cuda"}
+"""Types of devices that compute beside their host, in the order of streams."""
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether work on a device is queued, and runs later than the host's code."""
+    return device.type in GPUS
+
 
 def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on a device, copied there without a wait for what is queued there.
 
     A copy out of memory that is not pinned makes the host wait for its stream.
     """
-    if device.type != "cuda" or host.device.type != "cpu":
+    if not is_gpu(device) or host.device.type != "cpu":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 

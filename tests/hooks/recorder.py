@@ -61,12 +61,8 @@ class LaunchRecorder(TorchDispatchMode):
             self.calls.append((func, args, given, out))
 
     def record(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        with self:
-            _RECORDING.now.append(self)
-            try:
-                return run()
-            finally:
-                _RECORDING.now.pop()
+        with keeping(self):
+            return run()
 
     def replay(self) -> None:
         for func, args, given, out in self.calls:
@@ -74,6 +70,22 @@ class LaunchRecorder(TorchDispatchMode):
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                 if isinstance(old, torch.Tensor) and old is not new:
                     old.copy_(new)
+
+
+@contextmanager
+def keeping(recorder: LaunchRecorder) -> Iterator[None]:
+    """Record the operations and launches of the block."""
+    with recorder:
+        _RECORDING.now.append(recorder)
+        try:
+            yield
+        finally:
+            _RECORDING.now.pop()
+
+
+def recording() -> bool:
+    """Return whether this thread records."""
+    return bool(_RECORDING.now)
 
 
 WAITS = frozenset(

@@ -1,0 +1,103 @@
+"""A CPU in the place of a GPU: models answer as without a cache, by the code for GPUs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flowkv
+from tests.cache.audit import audit
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.inside import DeviceTimer
+from tests.queued import Runtime, like_a_gpu
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.thorough)])
+def device(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    with like_a_gpu(request.param) as runtime:
+        yield runtime
+        gc.collect()
+        assert not runtime.registered, "memory is still registered with the device"
+
+
+def asked(model: torch.nn.Module) -> list[tuple[dict[str, Any], Any]]:
+    """Calls of `generate`, and their answers without a cache."""
+    first, more = models.prompt(120, 1), models.prompt(40, 7)
+    batch = torch.cat([models.prompt(70, seed) for seed in (1, 2, 3)])
+    mask = torch.ones_like(batch)
+    mask[1, :20] = mask[2, :33] = 0
+    calls = [
+        dict(input_ids=first),
+        dict(input_ids=torch.cat([first, more], 1)),
+        dict(input_ids=batch, attention_mask=mask),
+    ]
+    return [(call, generate(model, **call)) for call in calls]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_models_answer_as_without_a_cache(name: str, device: Runtime) -> None:
+    model = models.causal(name)
+    questions = asked(model)
+    with attached(model) as kv:
+        for _ in range(3):
+            for call, theirs in questions:
+                assert_same(generate(model, **call), theirs)
+        graphs = kv.stats()["graphs"]
+        assert reused(kv) > 0 and (graphs["replayed"] > 0) == (not graphs["eager"])
+        audit(kv)
+
+
+@pytest.mark.parametrize("codec", ["raw", "kv8"])
+def test_pages_leave_a_full_pool_and_come_back(codec: str, device: Runtime) -> None:
+    model = models.causal("llama")
+    prompts = [models.prompt(200, seed) for seed in range(4)]
+    with attached(model, gpu="512KiB", host="64MiB", codec=codec, recent_tokens=0) as kv:
+        kv.planner.measured = lambda *_: None  # no rate says what a load is worth
+        answers = [generate(model, 3, input_ids=prompt).sequences for prompt in prompts]
+        kv.flush()
+        before = reused(kv)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            again = generate(model, 3, input_ids=prompt)
+            assert torch.equal(again.sequences, answer)
+        host = kv.stats()["tiers"]["host"]
+        assert reused(kv) - before >= 4 * 192 and host["loaded_bytes"] > 0
+        assert device.registered and not host["dropped"]
+        audit(kv)
+
+
+def test_an_engine_serves_rows_that_come_and_go(device: Runtime) -> None:
+    model = models.causal("llama")
+    prompts = [models.prompt(30 + 20 * seed, seed)[0].tolist() for seed in range(5)]
+    alone = [
+        generate(model, 12, input_ids=torch.tensor([p])).sequences[0].tolist() for p in prompts
+    ]
+    with attached(model) as kv, flowkv.Engine(model, kv, max_rows=3) as engine:
+        for _ in range(2):
+            found = engine.run(prompts, max_new_tokens=12)
+            assert [p + f.tokens for p, f in zip(prompts, found, strict=True)] == alone
+        assert kv.stats()["graphs"]["replayed"] > 0
+        audit(kv)
+
+
+def test_contexts_beyond_the_device(device: Runtime) -> None:
+    model, ids = models.causal("llama"), models.prompt(400)
+    theirs = generate(model, 30, input_ids=ids)
+    with attached(model, gpu="256KiB", host="64MiB", overflow=True) as kv:
+        assert_same(generate(model, 30, input_ids=ids), theirs)
+        assert kv.planner.overflow.read_bytes > 0
+
+
+def test_the_time_of_a_prompt_is_that_of_the_device(device: Runtime) -> None:
+    """A timer has no time before both of its ends are over."""
+    timer = DeviceTimer(torch.device("cpu"))
+    timer.stop()
+    found = [timer.seconds() for _ in range(6)]
+    assert found[-1] is not None and found[-1] >= 0
+    assert None not in found[next(i for i, x in enumerate(found) if x is not None) :]
