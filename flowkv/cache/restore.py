@@ -1304,9 +1304,9 @@ class RestoreJob:
                 return False
             page = Span(request.resident, request.resident + request.unit)
             page_s = restores.costs.compute_s(request, request.layers, page)
-            now_s = time.perf_counter()  # loads may have begun long after the prompt arrived
-            self._hoping_s = self._hoping_s or now_s
-            return not restores.still and now_s - self._hoping_s < page_s
+            # Loads may have begun long after the prompt arrived.
+            self._hoping_s = self._hoping_s or time.perf_counter()
+            return not restores.still and time.perf_counter() - self._hoping_s < page_s
 
     def pump(self) -> None:
         """Process finished loads and computed parts, and submit further loads. Never waits."""

@@ -638,13 +638,10 @@ class TierMachine(RuleBasedStateMachine):
         keys = [key_of(name) for name in range(12)]
         for tier in self.tiers:
             end_s = time.monotonic() + (GRACE_S if tier is not self.tiers[0] else 0.0)
-            while True:
-                found = dict(zip(keys, tier.contains(keys), strict=True))
-                leaving = any(found[key] and self.model.may[key] == {None} for key in self.given_up)
-                if not leaving or time.monotonic() >= end_s:
-                    break
+            gone = [key for key in self.given_up if self.model.may[key] == {None}]
+            while any(tier.contains(gone)) and time.monotonic() < end_s:
                 time.sleep(0.001)
-            for key, there in found.items():
+            for key, there in zip(keys, tier.contains(keys), strict=True):
                 self.model.present(key, there)
         self.given_up.clear()
 
