@@ -235,7 +235,7 @@ def recovery(directory: Path, rounds: int) -> list[tuple[float, float]]:
             slot, _ = store.new_slot(4096, 4096 + body_bytes)
             held = Held(seq, slot, STRIPES, info._replace(parent=key), 4096 + body_bytes)
             batch.append(WrittenFrame(key, held))
-        store.commit(batch)
+        store.commit(batch, batch.copy)
     store.close()
     seconds = []
     for _ in range(rounds):

@@ -1182,6 +1182,7 @@ class RestoreJob:
         self.back, self._stop = IncomingPages(restores.restorer, plan), plan.pages
         self.phase = RestorePhase.FRONT
         self._computing: Compute | None = None  # the part of the front handed out
+        self._hoping_s = 0.0  # when `next` began to wait
         layer_bytes = [source.cell_bytes * self._size for source in plan.sources[:1]]
         self.request = RestoreRequest(
             number=next(restores.numbers),
@@ -1303,7 +1304,9 @@ class RestoreJob:
                 return False
             page = Span(request.resident, request.resident + request.unit)
             page_s = restores.costs.compute_s(request, request.layers, page)
-            return not restores.still and time.perf_counter() - request.arrived_s < page_s
+            # Loads may have begun long after the prompt arrived.
+            self._hoping_s = self._hoping_s or time.perf_counter()
+            return not restores.still and time.perf_counter() - self._hoping_s < page_s
 
     def pump(self) -> None:
         """Process finished loads and computed parts, and submit further loads. Never waits."""

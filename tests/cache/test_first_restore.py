@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -33,8 +35,8 @@ def stored(link: Link, *, token_s: float = 0.0) -> KV:
     return kv
 
 
-def fronts(kv: KV, most: int = 100) -> list[int]:
-    """Tokens of each forward that is run over the front."""
+def fronts(kv: KV, most: int = 100, took: Callable[[int], None] = lambda _: None) -> list[int]:
+    """Tokens of each forward that is run over the front; `took` is called behind each."""
     found = []
     with kv.open(PROMPT, wait=False) as seq:
         job = seq.restoration
@@ -43,6 +45,7 @@ def fronts(kv: KV, most: int = 100) -> list[int]:
             found.append(tokens)
             with kv.step([seq], [seq.tokens[seq.length : seq.length + tokens]]) as step:
                 forward(step)
+            took(tokens)
         job.finish(ok=False)
     return found
 
@@ -67,16 +70,30 @@ def test_a_rate_that_is_wrong_costs_no_more_than_a_page() -> None:
         assert fronts(kv, 1) == [PAGE]
 
 
-def test_a_link_that_shows_nothing_is_not_waited_for_alone() -> None:
-    found: list[int] = []
-    for _ in range(5):  # where the machine stands still meanwhile, waiting has become cheaper
-        link = Link()
-        with stored(link, token_s=1e-3) as kv:  # by which 1 GB/s is worth waiting for
-            link.per_poll = 0
-            kv.restores.costs.computed = lambda *_: None  # type: ignore[method-assign]
-            found = fronts(kv)
-        if found:
-            break
+@pytest.mark.parametrize("stall_s", [0.0, 0.5])
+def test_a_link_that_shows_nothing_is_not_waited_for_alone(
+    stall_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where the machine stands still between a prompt and its first loads."""
+    now_s, link = [1000.0], Link()
+
+    def passes(seconds: float) -> None:
+        now_s[0] += seconds
+
+    with stored(link, token_s=1e-3) as kv:  # by which 1 GB/s is worth waiting for
+        link.per_poll = 0
+        kv.restores.costs.computed = lambda *_: None  # type: ignore[method-assign]
+        clock = SimpleNamespace(perf_counter=lambda: now_s[0])
+        monkeypatch.setattr("flowkv.cache.restore.time", clock)
+        monkeypatch.setattr("flowkv.cache.restore.rest", lambda _, seconds: passes(seconds))
+        own, stalls = kv.restores.pump, [stall_s]
+
+        def pump() -> None:
+            passes(stalls.pop() if stalls else 0.0)
+            own()
+
+        monkeypatch.setattr(kv.restores, "pump", pump)
+        found = fronts(kv, took=lambda tokens: passes(tokens * 1e-3))
     assert found[0] == PAGE and sum(found) >= 15 * PAGE
 
 

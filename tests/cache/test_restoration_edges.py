@@ -192,10 +192,15 @@ def test_a_wait_looks_at_flights_while_others_begin() -> None:
             held.append(kv.lock._is_owned())
             return busy()
 
+        def waits() -> list[int]:
+            link.per_poll = 100
+            return files()
+
+        files, kv.restores.files = kv.restores.files, waits
         kv.restores.flights.busy_tiers = seen
         with kv.open(prompt, wait=False) as seq:
-            threading.Timer(0.02, lambda: setattr(link, "per_poll", 100)).start()
             finish(kv, [seq], "restore")
+        assert link.per_poll, "nothing was waited for"
         assert held and all(held)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import subprocess
@@ -177,17 +178,24 @@ def test_inference_mode_and_without_in_turns(device: str) -> None:
         assert counts(kv)[1] > 25
 
 
+def served(
+    engine: flowkv.Engine, prompts: list[list[int]], lengths: tuple[int, ...]
+) -> list[flowkv.Completion]:
+    """Completions by an engine's own thread, which gets all requests before its first step."""
+    each = zip(prompts, lengths, strict=True)
+    return asyncio.run(engine.arun([flowkv.Request(prompt=p, max_new_tokens=n) for p, n in each]))
+
+
 def test_rows_that_come_and_go_in_an_engine(device: str) -> None:
     model, twin = both("llama", device)
     prompts = [models.prompt(n, seed=n)[0].tolist() for n in (5, 30, 12, 18, 7)]
     lengths = (20, 8, 25, 12, 16)
     with capturing(device), attached(model) as kv, flowkv.Engine(model, kv, max_rows=4) as engine:
-        each = zip(prompts, lengths, strict=True)
-        answers = [engine.submit(ids, max_new_tokens=length) for ids, length in each]
+        answers = served(engine, prompts, lengths)
         for ids, length, answer in zip(prompts, lengths, answers, strict=True):
             given = torch.tensor([ids], device=device)
             wanted = generate(twin, length, input_ids=given).sequences[0, len(ids) :]
-            assert list(answer.result().tokens) == wanted.tolist()
+            assert list(answer.tokens) == wanted.tolist()
         assert counts(kv)[1] > 10
 
 
@@ -215,12 +223,11 @@ def test_tokens_that_only_the_device_knows(device: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(inside.door, "modes", partial(inside.door.modes, own=False))
     monkeypatch.setattr(LaunchRecorder, "replay", apart)
     with capturing(device), attached(model) as kv, flowkv.Engine(model, kv, max_rows=4) as engine:
-        each = zip(prompts, lengths, strict=True)
-        answers = [engine.submit(ids, max_new_tokens=length) for ids, length in each]
+        answers = served(engine, prompts, lengths)
         for ids, length, answer in zip(prompts, lengths, answers, strict=True):
             given = torch.tensor([ids], device=device)
             wanted = generate(twin, length, input_ids=given).sequences[0, len(ids) :]
-            assert list(answer.result().tokens) == wanted.tolist()
+            assert list(answer.tokens) == wanted.tolist()
         assert counts(kv)[1] > 20 and len(followed) > 30 and set(followed) >= {3, 2}
         # Captures compare logits, twice where they are padded.
         assert len(waits) <= 2 * counts(kv)[0] or device != "cpu", waits

@@ -181,6 +181,7 @@ def test_a_long_prompt_is_not_computed_in_short_parts(way: str) -> None:
                 assert_same(generate(model, 6, input_ids=ids), want, 1e-3)
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 def test_long_prompts_reuse_each_other(tmp_path: Path) -> None:
     """Keys of long texts are alike, whatever their length; none of them is that of a short one."""
     text, plain = models.prompt(130), build("longrope")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from flowkv import Tier
 from flowkv.testing import FlakyTier, MemoryTier, check_tier
-from flowkv.tiers import Completion, Outcome
+from flowkv.tiers import Completion, Outcome, Store
 from tests.inside import tier_machine
 
 from . import mutants
@@ -118,6 +118,70 @@ def test_wrong_trust_is_found(quick: None) -> None:
 def test_wrong_second_handle_is_found(quick: None) -> None:
     with pytest.raises(AssertionError):
         check_tier(Lasting, peer=mutants.Behind, capacity_bytes=SMALL)  # type: ignore[arg-type]
+
+
+class Early(Lasting):
+    """Answers stores with a short deadline early; other handles find their frames for a moment."""
+
+    looks = 3
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self.leaving = dict[bytes, int]()
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        if deadline_s > 1:
+            return super().submit_store(items)
+        late = Outcome.FAILED
+        return self._answer([Completion(0, 0, one.key, late, "deadline") for one in items])
+
+    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
+        answers = super().poll()
+        gone = {one.key for one in answers if one.reason == "deadline"} - self.frames.keys()
+        self.leaving |= dict.fromkeys(gone, self.looks)
+        return answers
+
+
+class Watching(Reader):
+    """Finds what an `Early` is deleting."""
+
+    def __init__(self, first: Tier) -> None:
+        assert isinstance(first, Early)
+        super().__init__(first)
+        self.leaving = first.leaving
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [key in self.frames or key in self.leaving for key in keys]
+        for key in [key for key in keys if key in self.leaving]:
+            self.leaving[key] -= 1
+            if not self.leaving[key]:
+                del self.leaving[key]
+        return found
+
+
+class Lingering(Early):
+    """Deletes nothing that it answered early."""
+
+    looks = 1 << 30
+
+
+class Seen(Early):
+    """Finds them itself, too."""
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self.frames or key in self.leaving for key in keys]
+
+
+def test_other_handles_may_find_for_a_moment_what_failed(briefly: None) -> None:
+    check_tier(Early, peer=Watching, capacity_bytes=SMALL)
+
+
+@pytest.mark.parametrize("owner", [Lingering, Seen])
+def test_what_failed_must_not_be_found_longer_or_at_home(
+    owner: type[Early], impatient: None
+) -> None:
+    with pytest.raises(AssertionError, match="not there is said to be there"):
+        check_tier(owner, peer=Watching, capacity_bytes=SMALL)
 
 
 def lying(capacity_bytes: int) -> Tier:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -539,13 +539,13 @@ def test_a_lost_lock_is_noticed_in_the_middle_of_a_store(tmp_path: Path) -> None
     stored(tier, ["a"])
     store, commit = tier._store, tier._store.commit
 
-    def late(batch: Sequence[WrittenFrame]) -> None:
+    def late(batch: Sequence[WrittenFrame], claim: Callable[[], Iterable[object]]) -> None:
         (tmp_path / "lock").unlink()
         second = another(tmp_path)
         assert not second.writable and second.contains([key_of("a")]) == [True]
         assert not second.writable, "what was begun may still be written"
         second.close()
-        commit(batch)
+        commit(batch, claim)
 
     store.commit = late  # type: ignore[method-assign]
     assert outcomes(put(tier, ["b"])) == [("failed", "ESTALE")]

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -196,6 +196,49 @@ def test_disk(second: Callable[[Client], None]) -> None:
 def test_disk_deep(second: Callable[[Client], None]) -> None:
     scene, _ = readers_and_writers(disk, second=second, reads=2)
     assert explore(scene, switches=2, most=20_000) > 1000
+
+
+@pytest.mark.parametrize("durability", ["none", "sync"])
+def test_a_store_that_failed_is_not_found(durability: Literal["none", "sync"]) -> None:
+    ends: set[tuple[str, bool]] = set()
+
+    def scene(turns: Turns) -> Scene:
+        with locks_in(turns):
+            files = Points(random.Random(0))
+            tier = tier_over(files, "/points/kv", 256 << 10, threads=0, durability=durability)
+        files.turns = turns
+        used = tier.used_bytes()
+        job = tier.submit_store([Store(key_of("K"), info_of(SIZE), memoryview(body_of("K", SIZE)))])
+        found: list[Completion] = []
+
+        def work() -> None:
+            while tier._conductor.step(0.0):
+                pass
+
+        def cancel() -> None:
+            tier.cancel(job)
+            found.extend(tier._wishes.poll(0.0))
+            for answer in found:
+                there = tier.contains([key_of("K")])[0]
+                assert there is (answer.outcome is Outcome.STORED), f"{answer.reason}: {there}"
+
+        def check() -> None:
+            work()
+            found.extend(tier.poll(0.0))
+            (answer,) = found
+            stored = answer.outcome is Outcome.STORED
+            assert tier.contains([key_of("K")]) == [stored]
+            assert stored or tier.used_bytes() == used
+            tier.close()
+            again = tier_over(files, "/points/kv", 256 << 10, threads=0)
+            assert again.contains([key_of("K")]) == [stored]
+            again.close()
+            ends.add((answer.reason, stored))
+
+        return [work, cancel], check
+
+    assert explore(scene, switches=1) > 100
+    assert ends == {("", True), ("cancelled", False)}
 
 
 @pytest.mark.parametrize("second", [replace, renew, renew_and_fill])

@@ -1021,8 +1021,13 @@ class DiskStore:
                 self._freed = False
             return files
 
-    def commit(self, batch: Sequence[WrittenFrame]) -> None:
+    def commit(self, batch: Sequence[WrittenFrame], claim: Callable[[], Iterable[object]]) -> None:
         """Publish written frames: append them to the journal and the index.
+
+        Args:
+            batch: The frames.
+            claim: Called once they are in the journal and before they are found; returns None for
+                those that shall not count any more, which are deleted.
 
         Raises:
             OSError: None of them counts, and their slots are free again; ESTALE if they were
@@ -1036,12 +1041,21 @@ class DiskStore:
                 assert self._journal is not None
                 self._compact(self._quota.garbage)
                 self._journal.append([Record(STORED, *written) for written in batch])
-                for key, held in batch:
-                    self._index[key] = held
-                    self._contents.add(held)
-                self._busy.difference_update(key for key, _ in batch)
-                if self._durable:
-                    self._journal.sync()
+                late = list(batch)  # all of them if the device fails
+                try:
+                    if self._durable:
+                        self._journal.sync()
+                    for written, claimed in zip(batch, claim(), strict=True):
+                        if claimed is not None:
+                            late.remove(written)
+                            self._index[written.key] = written.held
+                            self._contents.add(written.held)
+                            self._busy.discard(written.key)
+                finally:
+                    if late:
+                        self._note_deleted(late)
+                if late:
+                    self.abandon(late)
         except Exception:
             self.abandon(batch)
             raise

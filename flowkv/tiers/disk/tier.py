@@ -999,12 +999,12 @@ class DiskScheduler:
             if code:
                 raise _error_of(code)
             if wanted:
-                self._store.commit([flight.written for flight in wanted])
+                # What is answered early from here on is not found: a failed store stores nothing.
+                claim = partial(self._queue.claim_all, [flight.item for flight in wanted])
+                self._store.commit([flight.written for flight in wanted], claim)
         except Exception as error:
             self._answer([_failure(flight.item, error) for flight in group])
             return
-        late = [flight for flight in wanted if self._queue.claim(flight.item) is None]
-        self._store.delete(flight.item.key for flight in late)
         self._answer([ItemAnswer(f.item, Outcome.STORED, "", None, f.item.n_bytes) for f in group])
 
     def _drop_stores(self, flights: list[Flight], reason: str) -> None:
