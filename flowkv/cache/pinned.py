@@ -425,14 +425,14 @@ class Copies:
     def _move(self, queue: list[tuple[int, torch.Tensor]], *, to_device: bool) -> None:
         """Copy rows: many small ones by one kernel, others by pieces of adjacent rows."""
         alike = dict[tuple[int, int], list[tuple[int, int]]]()
-        whole, first, wholes = queue[0][1], -1, dict[int, torch.Tensor]()
+        whole, first, stop, wholes = queue[0][1], 0, 0, dict[int, torch.Tensor]()
         for address, granule, row in sorted([(row.data_ptr(), at, row) for at, row in queue]):
-            if not 0 <= first <= address < first + len(whole):
+            if not first <= address < stop:
                 found = self.slots.locate(address)
                 whole = row if found is None else torch.from_numpy(found[0])
                 first = whole.data_ptr()
-                wholes[first] = whole
-            alike.setdefault((first, len(row)), []).append((address - first, granule))
+                stop, wholes[first] = first + whole.nbytes, whole
+            alike.setdefault((first, row.nbytes), []).append((address - first, granule))
         kernel = self.streams.scatter if to_device else self.streams.gather
         for (first, n_bytes), those in alike.items():
             whole, step, runs = wholes[first], n_bytes // GRANULE_BYTES, list[list[int]]()
