@@ -40,6 +40,7 @@ from flowkv.tiers.base import (
     FrameInfo,
     Load,
     Outcome,
+    OverTier,
     Store,
     Tier,
     TierAnswer,
@@ -231,7 +232,7 @@ class _Sent(NamedTuple):
     known: set[bytes]
 
 
-class CodecTier:
+class CodecTier(OverTier):
     """Raw pages in coded form over another tier.
 
     Args:
@@ -268,28 +269,6 @@ class CodecTier:
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
-
-    @property
-    def writable(self) -> bool:
-        """Return False where another process owns the tier."""
-        return self.inner.writable
-
-    @property
-    def shared(self) -> bool:
-        """Return whether other processes may write to the tier."""
-        return self.inner.shared
-
-    def used_bytes(self) -> int:
-        """Return the bytes occupied now, overhead included."""
-        return self.inner.used_bytes()
-
-    def frame_bytes(self, body_bytes: int) -> int:
-        """Return the most bytes that a frame with such a body occupies here."""
-        return self.inner.frame_bytes(body_bytes)
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether a frame is expected."""
-        return self.inner.contains(keys)
 
     def coded_bytes(self, key: bytes) -> int:
         """Return the bytes of a coded page here, rounded up; 0 for other frames."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.errors import MissingDependencyError, StateError
-from flowkv.tiers.base import Entry, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.base import Entry, Load, Outcome, OverTier, Store, Tier, TierAnswer
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, describe, span, verify
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Faults(NamedTuple):
 SOME_FAULTS = Faults(fail=0.1, lose=0.05, flip=0.05)
 
 
-class FlakyTier:
+class FlakyTier(OverTier):
     """Wrapper of a tier that fails in every way a tier may, and in no other.
 
     Use it below any code over tiers: it exposes a reader that uses a target without a `HIT`, waits
@@ -233,28 +233,6 @@ class FlakyTier:
         self._wishes: dict[int, tuple[int, int, list[tuple[int, Load | Store]]]] = {}
         self._held: list[tuple[int, TierAnswer]] = []
         self._begun_ns: dict[int, int] = {}
-
-    @property
-    def writable(self) -> bool:
-        """Return whether the inner tier is writable."""
-        return self.inner.writable
-
-    @property
-    def shared(self) -> bool:
-        """Return whether the inner tier is shared."""
-        return self.inner.shared
-
-    def used_bytes(self) -> int:
-        """Return the used bytes of the inner tier."""
-        return self.inner.used_bytes()
-
-    def frame_bytes(self, body_bytes: int) -> int:
-        """Return the bytes that a frame takes in the inner tier."""
-        return self.inner.frame_bytes(body_bytes)
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether the inner tier has it; a load may still miss."""
-        return self.inner.contains(keys)
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
         """Start loads of which some miss or fail."""

@@ -257,6 +257,38 @@ class Tier(Protocol):
         ...
 
 
+class OverTier:
+    """Base of a tier over another one, which says what is stored and how much room there is.
+
+    Attributes:
+        inner: The other tier.
+    """
+
+    inner: Tier
+
+    @property
+    def writable(self) -> bool:
+        """Return False where another process owns the tier."""
+        return self.inner.writable
+
+    @property
+    def shared(self) -> bool:
+        """Return whether other processes may write to the tier."""
+        return self.inner.shared
+
+    def used_bytes(self) -> int:
+        """Return the bytes occupied now, overhead included."""
+        return self.inner.used_bytes()
+
+    def frame_bytes(self, body_bytes: int) -> int:
+        """Return the most bytes that a frame with such a body occupies here."""
+        return self.inner.frame_bytes(body_bytes)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether a frame is expected."""
+        return self.inner.contains(keys)
+
+
 MOST_LISTED = 1 << 16
 """Frames of a remote tier that are listed at start; others are found on demand."""
 
