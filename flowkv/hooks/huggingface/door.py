@@ -477,7 +477,7 @@ class ForwardHook:
                 if restoring:
                     found = restoring.restore(found, nested)
                 found, blended = self._blended(found, call, nested, most)
-                found = self._placed(found, call, most, restoring)
+                found = self._placed(found, call, restoring, fill, most)
                 if self._overflows and most and not entire:
                     found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
@@ -553,20 +553,26 @@ class ForwardHook:
         return self.blending.apply(found, nested, call.pads(), most)  # type: ignore[no-any-return]
 
     def _placed(
-        self, found: AdmittedRows, call: ForwardCall, most: int, restoring: Restoring
+        self,
+        found: AdmittedRows,
+        call: ForwardCall,
+        restoring: Restoring,
+        fill: Fill,
+        most: int,
     ) -> AdmittedRows:
         """Compute rows of a model with states up to the points where states are worth saving.
 
         A state is available only where a forward ends. Without these stops, a prompt that parts
         from a known one would find no state but the one behind that one's answer.
         """
-        if not self.plan.stateful or most <= found.base or call.modal or self.identity.suspect:
+        if not self.plan.stateful or most <= found.base or self.identity.suspect:
             return found
         pads = call.pads() or []
         if self.kv.private or any(pads) or not self._divides(call) or self._by_length(call, pads):
             return found
         with self.kv.lock:
-            stops = self.kv.snapshots.plan_stops(found.seqs, found.base, most)
+            cut = partial(fill.cut_at_page, page_size=self.kv.page_size)
+            stops = self.kv.snapshots.plan_stops(found.seqs, found.base, most, cut)
         if not stops or not restoring.end_complete():
             return found
         if any(seq.length != found.base for seq in found.seqs):  # a page was lost meanwhile
@@ -577,7 +583,9 @@ class ForwardHook:
         cache.load_states(found.states)
         try:
             for stop in stops:
-                part = ForwardCall(self.names, call.head(stop)).skip(rows.base)
+                spans = dict.fromkeys(range(call.rows), (rows.base, stop))
+                features = fill.arguments(spans) if call.modal else None
+                part = ForwardCall(self.names, call.head(stop)).skip(rows.base, features)
                 rows.plan(stop - rows.base)
                 with self.aside(), torch.no_grad():
                     self.model(**part | {self.names.cache: cache})
