@@ -859,7 +859,7 @@ class AbsentLayer(CacheLayerMixin):  # type: ignore[misc]
         self.__class__ = type(self).__bases__[1]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        twin = object.__new__(type(self).__bases__[1])
+        twin: Any = object.__new__(type(self).__bases__[1])
         vars(twin).update({name: value for name, value in vars(self).items() if name != "_cache"})
         return copy, (twin,)
 
@@ -1189,9 +1189,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         if private:
             rows.disable_publishing()
         for layer in self._made:
-            if isinstance(layer, PagedLayer):
-                layer.become_native()
-            elif isinstance(layer, AbsentLayer):
+            if isinstance(layer, (PagedLayer, AbsentLayer)):
                 layer.become_native()
         for layer in self.layers:
             if isinstance(layer, PagedLayer):  # a layer of another cache, used by both from now on
