@@ -415,11 +415,7 @@ class Snapshots:
     # ---- keeping
 
     def plan_stops(
-        self,
-        seqs: Items[Sequence],
-        base: int,
-        end: int,
-        cut: Callable[[int], int] | None = None,
+        self, seqs: Items[Sequence], base: int, end: int, cut: Callable[[int], int] = int
     ) -> list[int]:
         """Return where to save states while prompts are computed from their token `base` on.
 
@@ -436,8 +432,7 @@ class Snapshots:
         size = self.planner.page_size
         known = min(self.restorer.match(seq, end // size) for seq in seqs) * size
         found = self.placement.stops(base, known, end, page=size) if self.stored else []
-        if cut is not None:  # an image is not cut
-            found = sorted({at for at in map(cut, found) if at > base})
+        found = sorted({at for at in map(cut, found) if at > base})  # an image is not cut
         for seq in seqs:
             seq.stops, seq.placed = found, max(found, default=base)
         return found

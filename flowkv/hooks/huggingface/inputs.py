@@ -463,6 +463,7 @@ class ForwardCall:
         columns: Columns of the forward, T.
         keep: Number of last positions with wanted logits; 0 for all.
         modal: Inputs that fill placeholders.
+        fill: The features that fill placeholders of the whole prompts, after `prompts`.
         problem: Why the forward's K and V cannot be named by its token ids; "" if they can.
         wants_weights: The caller asks for attention weights.
         form: Form of the forward, None if K and V depend on more than token ids and positions.
@@ -588,8 +589,8 @@ class ForwardCall:
             return None
         return (self.columns - seen.sum(1)).tolist()  # type: ignore[no-any-return]
 
-    def prompts(self, pads: list[int], *, by_place: bool = False) -> tuple[list[Prompt], Fill]:
-        """Return the rows with their salts, and the features that fill their placeholders.
+    def prompts(self, pads: list[int], *, by_place: bool = False) -> list[Prompt]:
+        """Return the rows with their salts; set `fill`.
 
         Args:
             pads: Padding columns of each row.
@@ -603,12 +604,12 @@ class ForwardCall:
         if ids.min() < 0 or ids.max() >= 1 << 32:
             raise TypeError("token ids out of range have no digest")
         tokens = [row[pad:].astype(np.uint32) for row, pad in zip(ids, pads, strict=True)]
-        fill = Fill(tokens, self.modal, self.names.placeholders)
+        self.fill = Fill(tokens, self.modal, self.names.placeholders)
         types = {name: value.cpu().numpy() for name, value in self.types.items()}
         shifts = self.shifts(pads)
         found = []
         for row, pad in enumerate(pads):
-            salts = condition_salts(self.condition, row, len(pads)) + fill.salts(row)
+            salts = condition_salts(self.condition, row, len(pads)) + self.fill.salts(row)
             if pad and self.positions is None:  # the model's own positions may count the padding
                 salts.append(Salt(0, digest_of("columns", pad)))
             if by_place:
@@ -619,7 +620,7 @@ class ForwardCall:
                 salts += type_salts(name, value[min(row, len(value) - 1), pad:].astype(np.int64))
             salts.sort(key=lambda salt: (salt.position, salt.digest))
             found.append(Prompt(tokens[row], pad, salts))
-        return found, fill
+        return found
 
     def head(self, columns: int) -> dict[str, Any]:
         """Return the arguments of the first `columns` columns, without most of their logits."""
