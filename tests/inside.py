@@ -175,7 +175,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.cache import PagedCache, PagedLayer, place_layers, read_layer
     from flowkv.hooks.huggingface.cache_control import CacheControl, cache_control, without_hints
     from flowkv.hooks.huggingface.door import ForwardHook
-    from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids
+    from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids, usual
     from flowkv.hooks.huggingface.packing import PackedLayer
     from flowkv.hooks.huggingface.restore import Nested, Restoring, discard
     from flowkv.hooks.huggingface.restore import Part as restore_Part

@@ -414,13 +414,16 @@ class Snapshots:
 
     # ---- keeping
 
-    def plan_stops(self, seqs: Items[Sequence], base: int, end: int) -> list[int]:
+    def plan_stops(
+        self, seqs: Items[Sequence], base: int, end: int, cut: Callable[[int], int] = int
+    ) -> list[int]:
         """Return where to save states while prompts are computed from their token `base` on.
 
         Args:
             seqs: Sequences that run together; they hold `base` tokens each.
             base: Tokens that a state was restored for; 0 for none.
             end: Last token that may be stopped at.
+            cut: Returns the last page's end, at most a length, at which prompts can be cut.
 
         Returns:
             Lengths, ascending. The last one, or `base`, stays beside the state behind the answer,
@@ -429,6 +432,7 @@ class Snapshots:
         size = self.planner.page_size
         known = min(self.restorer.match(seq, end // size) for seq in seqs) * size
         found = self.placement.stops(base, known, end, page=size) if self.stored else []
+        found = sorted({at for at in map(cut, found) if at > base})  # an image is not cut
         for seq in seqs:
             seq.stops, seq.placed = found, max(found, default=base)
         return found

@@ -141,7 +141,7 @@ _MAMBA2 = dict(
     mamba_expand=2,
     mamba_chunk_size=16,
 )
-_LINEAR = dict(
+LINEAR = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=16,
@@ -208,11 +208,11 @@ def _zamba() -> torch.nn.Module:
 
 
 def _qwen3_5() -> torch.nn.Module:
-    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**GROUPED, **_LINEAR))
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**GROUPED, **LINEAR))
 
 
 def _olmo_hybrid() -> torch.nn.Module:
-    return transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**SMALL, **_LINEAR))
+    return transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**SMALL, **LINEAR))
 
 
 def _lfm2() -> torch.nn.Module:

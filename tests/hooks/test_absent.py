@@ -86,6 +86,29 @@ def test_images_are_left_to_the_model(model: Any, *, masked: bool) -> None:
             kv.cache(input_ids=prompt, **images[0])
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_a_layer_alone_is_native(model: Any, way: Any, *, kept: bool) -> None:
+    """Keys for the copy reach neither the layer nor its cache, whose pages are reused."""
+    prompt, keys = models.prompt(40), torch.ones(1, 2, 5, 16)
+    with torch.no_grad(), attached(model) as kv:
+        cache = DynamicCache(config=model.config.get_text_config())
+        native = type(cache.layers[LAYER])
+        want = model(prompt, past_key_values=cache, logits_to_keep=1).logits
+        layer = cache.layers[LAYER]
+        if not kept:
+            del cache
+        twin = way(layer)
+        assert type(twin) is native and vars(twin).keys() == vars(native()).keys()
+        assert twin.get_seq_length() == 0 and twin.update(keys, keys)[0].shape == keys.shape
+        assert twin.get_seq_length() == 5 and layer.get_seq_length() == 0
+        assert not kept or isinstance(cache, PagedCache)
+        again = DynamicCache(config=model.config.get_text_config())
+        found = model(prompt, past_key_values=again, logits_to_keep=1).logits
+        torch.testing.assert_close(found, want, atol=2e-4, rtol=2e-4)
+        assert reused(kv) == 39
+
+
 def _kept(cache: Any) -> Any:
     return cache
 

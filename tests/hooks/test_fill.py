@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from tests.inside import Fill, placeholder_ids
+from tests.inside import Fill, placeholder_ids, usual
 
 IDS = {"image_token_id": 99, "audio_token_id": 98}
 
@@ -39,6 +41,39 @@ def test_a_prefix_is_cut_between_images_only() -> None:
     assert torch.equal(fill.rest(3, [0])["pixel_values"], images(2))
     assert fill.rest(6, [0]) == {}
     assert torch.equal(fill.rest(0, [0])["pixel_values"], images(1, 2))
+
+
+@given(
+    rows=st.lists(st.lists(st.sampled_from([1, 2, 99]), min_size=1, max_size=30), min_size=1),
+    base=st.integers(0, 40),
+    page=st.integers(1, 8),
+    exact=st.booleans(),
+)
+def test_the_last_page_end_that_cuts_no_image(
+    rows: list[list[int]], base: int, page: int, *, exact: bool
+) -> None:
+    prompts = [tokens(*row) for row in rows]
+    table = torch.zeros(sum(row.count(99) for row in rows) if exact else 1000, 2)
+    encoded = {"image": BaseModelOutputWithPooling(pooler_output=[table])}
+    fill = Fill(prompts, {"mm_encoder_outputs": encoded}, IDS)
+    ends = [end for end in range(0, base + 1, page) if fill.cut(end, [0] * len(rows)) == end]
+    assert fill.cut_at_page(base, page) == max(ends)
+
+
+@given(
+    low=st.integers(20, 40),
+    shift=st.integers(-9, 9),
+    pad=st.integers(0, 5),
+    wrong=st.tuples(st.integers(0, 3), st.integers(0, 2), st.sampled_from([-1, 0, 1])),
+)
+def test_positions_in_four_dimensions_are_the_usual_ones(
+    low: int, shift: int, pad: int, wrong: tuple[int, int, int]
+) -> None:
+    """The first counts the row's tokens, the others have its shift."""
+    count = np.arange(low, low + 3) - pad
+    told = np.stack([count, *[count + shift] * 3])[:, None]
+    told[wrong[0], 0, wrong[1]] += wrong[2]
+    assert usual(low, 3, told, np.array([pad]), np.array([shift])) == (wrong[2] == 0)
 
 
 def test_runs_of_different_lengths_are_used_whole_or_not_at_all() -> None:

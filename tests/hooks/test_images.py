@@ -54,12 +54,25 @@ def _qwen3_vl() -> torch.nn.Module:
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
+def _qwen3_5() -> torch.nn.Module:
+    """A model with recurrent layers."""
+    sight = _SIGHT | dict(
+        hidden_size=32, intermediate_size=48, out_hidden_size=64, num_position_embeddings=64
+    )
+    rope = _ROPE | dict(mrope_interleaved=True, partial_rotary_factor=1.0)
+    text = models.GROUPED | models.LINEAR | dict(rope_parameters=rope)
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=sight, **_TOKENS)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
 M_ROPE = {"qwen2_vl": _qwen2_vl, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl}
+HYBRID = {"qwen3_5": _qwen3_5}
+SPECIAL = [IMAGE, 191, START, END]
 
 
 def made(name: str) -> Any:
     torch.manual_seed(3)
-    return models.sharpen(M_ROPE[name](), factor=2.0)
+    return models.sharpen((M_ROPE | HYBRID)[name](), factor=2.0)
 
 
 def text(count: int, seed: int) -> torch.Tensor:
@@ -125,6 +138,43 @@ def test_positions_in_several_dimensions(name: str, tmp_path: Path) -> None:
         for _ in range(2):
             assert torch.equal(generate(model, 4, **last).sequences, want)
         assert reused(kv) > 0
+
+
+@pytest.mark.parametrize("name", [*M_ROPE, *HYBRID])
+def test_an_answer_about_an_image_is_reused(name: str) -> None:
+    """Its positions lag behind its tokens in three dimensions of four."""
+    model, twin, spoken = made(name), made(name), dict(suppress_tokens=SPECIAL)
+    talk, least = [text(30, 1), CAT, text(20, 2)], 0
+    with attached(model) as kv:
+        for turn in range(3):
+            given, known = asked(*talk), reused(kv)
+            want = generate(twin, 40, **given, **spoken)
+            assert_same(generate(model, 40, **given, **spoken), want, 1e-4)
+            assert reused(kv) - known >= least, "the answer's pages as well"
+            length = given["input_ids"].shape[1]
+            least = length + 40 - 16
+            talk += [want.sequences[:, length:], text(9, 3 + turn), DOG, text(5, 6 + turn)]
+
+
+@pytest.mark.parametrize("length", [30, 303])
+def test_states_are_saved_as_often_with_images_as_without(length: int, tmp_path: Path) -> None:
+    """Prompts with an image reuse what those with text in its place do, also from a disk."""
+    model, twin = made("qwen3_5"), made("qwen3_5")
+    before, behind, answer = text(length, 1), text(length - 10, 2), text(14, 3)
+    counts = []
+    for place, (cat, dog) in {"image": (CAT, DOG), "text": (text(18, 8), text(18, 9))}.items():
+        talks = [asked(before, cat, torch.cat([behind, text(40, n)], 1)) for n in (4, 5, 6)]
+        talks += [asked(before, cat, behind), asked(before, cat, torch.cat([behind, answer], 1))]
+        talks += [asked(before, cat, behind, dog, text(20, n)) for n in (4, 5, 6)]
+        talks.append(asked(before, cat, behind, dog, cat, dog, behind))
+        counts.append([])
+        for _ in range(2):
+            with attached(model, disk=f"{tmp_path}/{place}:64MiB") as kv:
+                for given in talks:
+                    known, want = reused(kv), generate(twin, 3, **given)
+                    assert_same(generate(model, 3, **given), want, 1e-4)
+                    counts[-1].append(reused(kv) - known)
+    assert counts[0] == counts[1] and min(counts[0][9:]) > 0
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])

@@ -42,7 +42,7 @@ def first_forward(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, For
 
 
 def opened(door: Any, call: ForwardCall) -> list[flowkv.Sequence]:
-    prompts, _ = call.prompts(call.pads() or [])
+    prompts = call.prompts(call.pads() or [])
     return [door.kv.open(p.tokens, salts=p.salts, reuse=False) for p in prompts]
 
 

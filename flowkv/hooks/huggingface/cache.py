@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -836,6 +836,39 @@ class PagedCompressedLayer(PagedLayer):
             setattr(self, name, getattr(compressor, name))
 
 
+class AbsentLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Base, beside the native class, of layers that had no keys when the model was probed.
+
+    No plan covers its first keys: they turn its cache into a native one. Copies are native layers.
+    """
+
+    _cache: weakref.ref[PagedCache]
+
+    def update(self, *given: Any, **options: Any) -> Any:
+        """Leave pages, and give the native layer its first keys."""
+        cache = self._cache()
+        if cache is None:
+            self.become_native()
+        else:
+            cache.give_up(private=True)
+        return self.update(*given, **options)
+
+    def become_native(self) -> None:
+        """Turn into a native layer, in place."""
+        del self._cache
+        self.__class__ = type(self).__bases__[1]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        twin: Any = object.__new__(type(self).__bases__[1])
+        vars(twin).update({name: value for name, value in vars(self).items() if name != "_cache"})
+        return copy, (twin,)
+
+
+@lru_cache
+def _absent(native: type) -> type:
+    return type(native)(native.__name__, (AbsentLayer, native), {})
+
+
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
@@ -1156,10 +1189,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         if private:
             rows.disable_publishing()
         for layer in self._made:
-            if isinstance(layer, PagedLayer):
+            if isinstance(layer, (PagedLayer, AbsentLayer)):
                 layer.become_native()
-            else:
-                vars(layer).pop("update", None)
         for layer in self.layers:
             if isinstance(layer, PagedLayer):  # a layer of another cache, used by both from now on
                 layer.to_native()
@@ -1378,7 +1409,7 @@ def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCach
     if placed is None:
         made = spec.make()
         if spec.absent:
-            made.update = partial(_appear, made, cache)
+            made.__class__, made._cache = _absent(spec.native), cache
         return made
     if index not in plan.indexers:
         kind = PagedHybridLayer if spec.hybrid else PagedLayer
@@ -1386,15 +1417,6 @@ def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCach
     layer = PagedIndexedLayer(rows, placed, spec, cache)
     layer.indexer = PagedLayer(rows, plan.indexers[index], spec, cache)
     return layer
-
-
-def _appear(layer: Any, cache: weakref.ref[PagedCache], *given: Any, **options: Any) -> Any:
-    """Give a layer its first keys, as a layer of a native cache: no plan covers them."""
-    held = cache()
-    if held is not None:
-        held.give_up(private=True)
-    vars(layer).pop("update", None)
-    return layer.update(*given, **options)
 
 
 def _clone(value: Any) -> Any:

@@ -466,14 +466,14 @@ class ForwardHook:
             entire = shifted or self._by_length(call, pads)
             # All known pages are loaded first if rows or spans cannot be computed by themselves.
             waits = entire or self.blending is not None or not self._divides(call)
-            found, fill = self._admit(call, pads, ReuseLimits(most, wait=waits))
+            found = self._admit(call, pads, ReuseLimits(most, wait=waits))
             with closed_on_error(found.seqs):
                 restoring = Restoring(self.kv, found.seqs, pads, call.types)
                 # Nested forwards are needed only to compute tokens outside the forward itself.
                 beside = restoring or self.blending is not None or self._overflows
                 nested: Any = None
                 if beside or self.kv.config.audit:
-                    nested = Nested(self, call, call.types, fill)
+                    nested = Nested(self, call, call.types, call.fill)
                 if restoring:
                     found = restoring.restore(found, nested)
                 found, blended = self._blended(found, call, nested, most)
@@ -496,7 +496,7 @@ class ForwardHook:
             paged.rows.noted = call.columns  # the sequences were opened with these ids
         if not self._begin(paged, call, call.columns - base):
             return given
-        left = call.skip(base, fill.rest(base, pads) if call.modal else None)
+        left = call.skip(base, call.fill.rest(base, pads) if call.modal else None)
         if self.graphs is not None and call.columns - base <= self.graphs.most_new:
             self._replay(paged, ForwardCall(self.names, left))
         return left
@@ -560,13 +560,14 @@ class ForwardHook:
         A state is available only where a forward ends. Without these stops, a prompt that parts
         from a known one would find no state but the one behind that one's answer.
         """
-        if not self.plan.stateful or most <= found.base or call.modal or self.identity.suspect:
+        if not self.plan.stateful or most <= found.base or self.identity.suspect:
             return found
         pads = call.pads() or []
         if self.kv.private or any(pads) or not self._divides(call) or self._by_length(call, pads):
             return found
         with self.kv.lock:
-            stops = self.kv.snapshots.plan_stops(found.seqs, found.base, most)
+            cut = partial(call.fill.cut_at_page, page_size=self.kv.page_size)
+            stops = self.kv.snapshots.plan_stops(found.seqs, found.base, most, cut)
         if not stops or not restoring.end_complete():
             return found
         if any(seq.length != found.base for seq in found.seqs):  # a page was lost meanwhile
@@ -577,7 +578,9 @@ class ForwardHook:
         cache.load_states(found.states)
         try:
             for stop in stops:
-                part = ForwardCall(self.names, call.head(stop)).skip(rows.base)
+                spans = dict.fromkeys(range(call.rows), (rows.base, stop))
+                features = call.fill.arguments(spans) if call.modal else None
+                part = ForwardCall(self.names, call.head(stop)).skip(rows.base, features)
                 rows.plan(stop - rows.base)
                 with self.aside(), torch.no_grad():
                     self.model(**part | {self.names.cache: cache})
@@ -618,14 +621,12 @@ class ForwardHook:
         wait = bool(call.modal) or self.plan.stateful
         most = call.columns - max(1, self._asked)
         limits = ReuseLimits(most, care=care, wait=wait)
-        return self._paged(self._admit(call, pads, limits)[0], call, pads)
+        return self._paged(self._admit(call, pads, limits), call, pads)
 
-    def _admit(
-        self, call: ForwardCall, pads: list[int], limits: ReuseLimits
-    ) -> tuple[AdmittedRows, Fill]:
+    def _admit(self, call: ForwardCall, pads: list[int], limits: ReuseLimits) -> AdmittedRows:
         """Open the rows of a call with their known prefixes, within the limits and the pools."""
         self._save_states()
-        prompts, fill = call.prompts(pads, by_place=self._alike_rows(call) != "alike")
+        prompts = call.prompts(pads, by_place=self._alike_rows(call) != "alike")
         lengths, most = self._lengths(call, pads), max(limits.most, 0)
         if lengths is not None and call.columns not in lengths:
             most = 0
@@ -638,8 +639,8 @@ class ForwardHook:
                 limits = limits._replace(wait=True)  # pages that do not fit are not loaded at all
             elif not self._holds(max(len(prompt.tokens) for prompt in prompts)):
                 most = 0  # nothing is loaded for a prompt that will not fit
-        limits = limits._replace(most=most, stateful=self.plan.stateful, fill=fill)
-        return admit(self.kv, prompts, limits), fill
+        limits = limits._replace(most=most, stateful=self.plan.stateful, fill=call.fill)
+        return admit(self.kv, prompts, limits)
 
     def _lengths(self, call: ForwardCall | None = None, pads: Items[int] = ()) -> range | None:
         """Return the lengths at which positions are encoded as in a call, or as in short texts.

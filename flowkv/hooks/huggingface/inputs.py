@@ -235,6 +235,12 @@ class Fill:
         firsts += [pad for row, pad in enumerate(pads) if row not in filled]
         return min([base, *firsts])
 
+    def cut_at_page(self, base: int, page_size: int) -> int:
+        """Return the last end of a page, at most `base`, at which rows without padding are cut."""
+        while (end := self.cut(base, [0] * self.rows)) % page_size:
+            base = end - end % page_size
+        return end
+
     def rest(self, base: int, pads: Sequence[int]) -> dict[str, Any]:
         """Return the arguments for the part of the batch behind column `base`, chosen by `cut`."""
         return self.arguments({row: (base - pad, sys.maxsize) for row, pad in enumerate(pads)})
@@ -457,6 +463,7 @@ class ForwardCall:
         columns: Columns of the forward, T.
         keep: Number of last positions with wanted logits; 0 for all.
         modal: Inputs that fill placeholders.
+        fill: The features that fill placeholders of the whole prompts, after `prompts`.
         problem: Why the forward's K and V cannot be named by its token ids; "" if they can.
         wants_weights: The caller asks for attention weights.
         form: Form of the forward, None if K and V depend on more than token ids and positions.
@@ -582,8 +589,8 @@ class ForwardCall:
             return None
         return (self.columns - seen.sum(1)).tolist()  # type: ignore[no-any-return]
 
-    def prompts(self, pads: list[int], *, by_place: bool = False) -> tuple[list[Prompt], Fill]:
-        """Return the rows with their salts, and the features that fill their placeholders.
+    def prompts(self, pads: list[int], *, by_place: bool = False) -> list[Prompt]:
+        """Return the rows with their salts; set `fill`.
 
         Args:
             pads: Padding columns of each row.
@@ -597,12 +604,12 @@ class ForwardCall:
         if ids.min() < 0 or ids.max() >= 1 << 32:
             raise TypeError("token ids out of range have no digest")
         tokens = [row[pad:].astype(np.uint32) for row, pad in zip(ids, pads, strict=True)]
-        fill = Fill(tokens, self.modal, self.names.placeholders)
+        self.fill = Fill(tokens, self.modal, self.names.placeholders)
         types = {name: value.cpu().numpy() for name, value in self.types.items()}
         shifts = self.shifts(pads)
         found = []
         for row, pad in enumerate(pads):
-            salts = condition_salts(self.condition, row, len(pads)) + fill.salts(row)
+            salts = condition_salts(self.condition, row, len(pads)) + self.fill.salts(row)
             if pad and self.positions is None:  # the model's own positions may count the padding
                 salts.append(Salt(0, digest_of("columns", pad)))
             if by_place:
@@ -613,7 +620,7 @@ class ForwardCall:
                 salts += type_salts(name, value[min(row, len(value) - 1), pad:].astype(np.int64))
             salts.sort(key=lambda salt: (salt.position, salt.digest))
             found.append(Prompt(tokens[row], pad, salts))
-        return found, fill
+        return found
 
     def head(self, columns: int) -> dict[str, Any]:
         """Return the arguments of the first `columns` columns, without most of their logits."""
@@ -650,7 +657,7 @@ class ForwardCall:
         """Return the shifts `[D, B, T]` of positions in several dimensions (M-RoPE).
 
         A shift is the position less the usual one. None where positions have one dimension, or are
-        not one for each token.
+        not one for each token, and where the first of four dimensions does not count the tokens.
         """
         given = self.positions
         if pads is None or given is None or given.dim() != 3:
@@ -661,8 +668,8 @@ class ForwardCall:
             return None
         own = np.arange(self.columns) - np.asarray(pads, np.int64)[:, None]
         found = self.numbers[2].astype(np.int64) - own
-        if len(found) == 4 and not found[0][own >= 0].any():
-            found = found[1:]  # the first dimension counts tokens, for masks
+        if len(found) == 4:  # the first dimension counts tokens, for masks
+            return None if found[0][own >= 0].any() else found[1:]
         return found
 
     # ---- later forwards
@@ -720,13 +727,18 @@ class Note(NamedTuple):
 
 
 def read_notes(
-    notes: Sequence[tuple[int, Later]], pads: NDArray[np.int64], *, by_column: bool
+    notes: Sequence[tuple[int, Later]],
+    pads: NDArray[np.int64],
+    shifts: NDArray[np.int64],
+    *,
+    by_column: bool,
 ) -> tuple[int, NDArray[np.int64], bool]:
     """Read the ids and positions of a cache's forwards.
 
     Args:
         notes: The first column of each forward, in order, and its ids and positions; at least one.
         pads: Padding columns of each row.
+        shifts: See `usual`.
         by_column: Positions are expected to be missing: they count columns.
 
     Returns:
@@ -734,7 +746,7 @@ def read_notes(
     """
     read = [Note(low, *map(_numbers, later.result()[:2])) for low, later in notes]
     ordinary = all(
-        usual(note.low, note.ids.shape[1], note.positions, pads, by_column=by_column)
+        usual(note.low, note.ids.shape[1], note.positions, pads, shifts, by_column=by_column)
         for note in _join(read)
     )
     return notes[0][0], np.concatenate([note.ids for note in read], axis=1), ordinary
@@ -767,6 +779,7 @@ def usual(
     columns: int,
     positions: torch.Tensor | NDArray[np.int64] | None,
     pads: NDArray[np.int64],
+    shifts: NDArray[np.int64] | None = None,
     *,
     by_column: bool = False,
 ) -> bool:
@@ -777,16 +790,20 @@ def usual(
         columns: Number of columns.
         positions: The model's argument `[..., columns]`; None if the model makes them itself.
         pads: Padding columns of each row.
+        shifts: Offset of each row's positions from those; the first of four dimensions has none.
         by_column: Positions that the model makes count the padding; pages are salted with it.
     """
-    padded = bool(pads.any())
+    moved = pads if shifts is None else pads - shifts
+    padded = bool(moved.any())
     if positions is None:
         return by_column or not padded
     if (by_column and padded) or positions.shape[-1] != columns:
         return False
     told = _numbers(positions) if isinstance(positions, torch.Tensor) else positions
+    if moved is not pads and told.ndim == 3 and len(told) == 4:
+        return usual(low, columns, told[0], pads) and usual(low, columns, told[1:], moved)
     wanted = np.arange(low, low + columns)
     if padded:
-        wanted = wanted - pads[:, None]
+        wanted = wanted - moved[:, None]
     # Positions of padding are free, but a larger one than the row's may change all frequencies.
     return bool(((told == wanted) | ((wanted < 0) & (told < max(low + columns, 2)))).all())

@@ -348,8 +348,8 @@ class Rows:
         if not self._notes or self.blind:
             return
         notes, self._notes = self._notes, []
-        pads = self.pads - self.shifts
-        low, ids, ordinary = read_notes(notes, pads, by_column=self.by_column)
+        places = self.pads, self.shifts
+        low, ids, ordinary = read_notes(notes, *places, by_column=self.by_column)
         if not ordinary:
             self.disable_publishing()
             return
@@ -372,8 +372,8 @@ class Rows:
 
     def usual(self, columns: int, positions: torch.Tensor | None) -> bool:
         """Return whether the positions of the next columns are the usual ones."""
-        pads = self.pads - self.shifts
-        return usual(self.base, columns, positions, pads, by_column=self.by_column)
+        given = self.base, columns, positions, self.pads, self.shifts
+        return usual(*given, by_column=self.by_column)
 
     def disable_publishing(self) -> None:
         """Publish no further pages: K and V depend on inputs that keys do not cover."""
