@@ -8,13 +8,14 @@ blocks known as ghosts for a while. Pure, as policies are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.policy.base import NO_VISIT, Policy, Slots, Visit, counts_pins
+from flowkv.policy.base import NO_VISIT, Lease, Policy, Slots, Visit, counts_pins
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.tenants import Tenants
 
@@ -135,7 +136,7 @@ class KeyedPolicy:
         self._place = PolicyPlace("", "", policy)
         self._slots: dict[bytes, int] = {}  # slots of residents and of ghosts
         self._keys: dict[int, bytes] = {}
-        self._here: dict[bytes, None] = {}
+        self._here: dict[bytes, dict[str, Any]] = {}  # with the terms of its insert
         self._ghosts: dict[bytes, None] = {}  # the oldest first
         self._pins: Counter[bytes] = Counter()
         self._free: list[int] = []
@@ -169,12 +170,21 @@ class KeyedPolicy:
         """
         slots = [self._slot(key) for key in keys]
         above = [self._slots.get(parent, -1) for parent in parents]
+        said["n_bytes"] = n_bytes
         for key in keys:
-            self._here[key] = None
+            self._here.setdefault(key, said)
             self._ghosts.pop(key, None)
         self.largest_bytes = max(self.largest_bytes, n_bytes)
-        self.policy.insert(now_ns, as_slots(slots), as_slots(above), n_bytes=n_bytes, **said)
+        self.policy.insert(now_ns, as_slots(slots), as_slots(above), **said)
         self._lay_ghosts()
+
+    def retain(self, now_ns: int, leases: Mapping[bytes, str | Lease]) -> None:
+        """Record the use of blocks, and that they stay for a lease at least; skip absent ones."""
+        here = ((key, (lease, self._here[key])) for key, lease in leases.items() if key in self)
+        for (lease, said), run in groupby(here, lambda each: each[1]):
+            slots = as_slots(self._known(key for key, _ in run))
+            above = np.full(len(slots), -1)
+            self.policy.insert(now_ns, slots, above, **{**said, "lease": lease})
 
     def access(self, now_ns: int, keys: Iterable[bytes], visit: Visit = NO_VISIT) -> None:
         """Record a request's use of blocks, root to leaf; absent ones become ghosts."""
