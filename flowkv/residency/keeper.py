@@ -289,6 +289,7 @@ class Keeper(Closing):
     def report(self) -> dict[str, Any]:
         """Return counts of answers, and the state of each tier, ready for JSON."""
         with self._lock:
+            now = self._clock.now_ns()
             tiers = {
                 level.tier.name: {
                     "kind": level.tier.kind,
@@ -297,6 +298,7 @@ class Keeper(Closing):
                     "used_bytes": level.tier.used_bytes(),
                     "capacity_bytes": level.tier.capacity_bytes,
                     "incoming_bytes": level.incoming_bytes,
+                    "retained_bytes": level.book.retained_bytes(now),
                     "policy": level.book.policy.name,
                     "load_bytes_per_s": level.loads.bytes_per_s,
                 }
@@ -463,8 +465,7 @@ class Keeper(Closing):
                 stores = [flight.item.operation for flight in new]
                 parents = [store.info.parent for store in stores]
                 keys = [store.key for store in stores]
-                said = {"tenant": tenant, "lease": lease}
-                level.book.insert(now, keys, parents, n_bytes=need, **said)
+                level.book.insert(now, keys, parents, n_bytes=need, lease=lease, tenant=tenant)
                 if not level.bounded and len(level.book) > _MOST_KNOWN:  # frames stay, unlisted
                     level.book.evict(now, len(level.book) - _MOST_KNOWN // 2)
                 level.incoming_bytes += need * len(new)
