@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
-from flowkv.connect.hints import Hint, hint_of
+from flowkv.connect.hints import Retention, hint_of
 from flowkv.observe.recording import Writer
 from flowkv.policy.base import Lease
 from flowkv.policy.retention import lease_of
@@ -58,9 +58,9 @@ def tenant_of(req_context: Any) -> str:
     return str((req_context.kv_transfer_params or {}).get("flowkv_tenant") or "")
 
 
-def hint_in(req_context: Any) -> Hint:
+def hint_in(req_context: Any) -> Retention:
     """Return the hint of a request, which is read once."""
-    hint: Hint | None = req_context.get_state(Hint)
+    hint: Retention | None = req_context.get_state(Retention)
     if hint is None:
         hint = hint_of(req_context.kv_transfer_params, req_context.kv_hints, time.time())
         req_context.set_state(hint)
@@ -71,12 +71,12 @@ def hint_in(req_context: Any) -> Hint:
 
 def leases_in(req_context: Any, keys: Iterable[bytes] | None = None) -> dict[bytes, Lease]:
     """Return the leases of those of a request's chunks, or of all, that its hint covers."""
-    if not (retain := hint_in(req_context).retain):
+    if not (spans := hint_in(req_context).spans):
         return {}
     ends = ends_of(req_context)
     above = parents_of(ends)
     chosen = ends if keys is None else [key for key in keys if key in ends]
-    found = {key: lease_of(retain, ends.get(above.get(key, b""), 0), ends[key]) for key in chosen}
+    found = {key: lease_of(spans, ends.get(above.get(key, b""), 0), ends[key]) for key in chosen}
     return {key: lease for key, lease in found.items() if lease is not None}
 
 

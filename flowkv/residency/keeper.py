@@ -41,10 +41,6 @@ from flowkv.tiers.erasure_log import MOST_KEYS, Erased, ErasureLogs
 from flowkv.tiers.worker import Completions
 
 _log = logging.getLogger("flowkv")
-Leases = Mapping[bytes, str | Lease]
-"""Leases of frames, by key."""
-
-NO_LEASES: Leases = {}
 HOLD_S = 60.0
 """Time after which a look-up that was not released no longer protects its frames from eviction."""
 
@@ -811,7 +807,7 @@ class Caller:
             if hold is not None:
                 hold.let_go()
 
-    def touch(self, keys: Iterable[bytes], leases: Leases = NO_LEASES) -> None:
+    def touch(self, keys: Iterable[bytes], leases: Mapping[bytes, Lease] | None = None) -> None:
         """Record a use of frames without a load, as by a caller with a nearer copy.
 
         Args:
@@ -823,7 +819,7 @@ class Caller:
             for level in keeper.levels:
                 now = keeper._clock.now_ns()
                 level.book.access(now, keys)
-                level.book.retain(now, leases)
+                level.book.retain(now, leases or {})
 
     # ---- Tier
 
@@ -855,7 +851,7 @@ class Caller:
 
     def submit_load(
         self, items: Sequence[Load], *, deadline_s: float = 10.0, request: Hashable = None,
-        leases: Leases = NO_LEASES,
+        leases: Mapping[bytes, Lease] | None = None,
     ) -> int:  # fmt: skip
         """Start loading frames, root to leaf; see `Tier`.
 
@@ -868,10 +864,14 @@ class Caller:
         Raises:
             StateError: The keeper is closed.
         """
-        return self._submit(items, deadline_s, leases, request)
+        return self._submit(items, deadline_s, leases or {}, request)
 
     def submit_store(
-        self, items: Sequence[Store], *, deadline_s: float = 60.0, leases: Leases = NO_LEASES
+        self,
+        items: Sequence[Store],
+        *,
+        deadline_s: float = 60.0,
+        leases: Mapping[bytes, Lease] | None = None,
     ) -> int:
         """Start storing frames, root to leaf, evicting others where needed; see `Tier`.
 
@@ -886,10 +886,14 @@ class Caller:
         Raises:
             StateError: The keeper is closed.
         """
-        return self._submit(items, deadline_s, leases)
+        return self._submit(items, deadline_s, leases or {})
 
     def _submit(
-        self, operations: Sequence[Any], deadline_s: float, leases: Leases, request: Hashable = None
+        self,
+        operations: Sequence[Any],
+        deadline_s: float,
+        leases: Mapping[bytes, Lease],
+        request: Hashable = None,
     ) -> int:
         keeper = self.keeper
         with keeper._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,24 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv import Retain
-from flowkv.connect.hints import Hint, hint_of
+from tests.inside import Retention, hint_of
 
 NOW = 1_700_000_000.0
 
 
 def action(payload: Any, kind: str = "kv.retain", version: str = "1.0") -> Any:
-    return SimpleNamespace(action_id="a", action_type=kind, action_version=version, payload=payload)
+    said = {"action_id": "a", "action_type": kind, "action_version": version}
+    return {**said, "payload": payload}
 
 
 def envelope(*actions: Any) -> Any:
-    return SimpleNamespace(protocol_version="0.1", message_id="m", actions=list(actions))
+    return {"protocol_version": "0.1", "message_id": "m", "actions": list(actions)}
 
 
-def own(value: Any) -> Hint:
+def own(value: Any) -> Retention:
     return hint_of({"flowkv": value}, None, NOW)
 
 
-def asked(payload: Any, **more: Any) -> Hint:
+def asked(payload: Any, **more: Any) -> Retention:
     return hint_of(None, envelope(action(payload, **more)), NOW)
 
 
@@ -53,7 +53,7 @@ def asked(payload: Any, **more: Any) -> Hint:
     ],
 )
 def test_flowkvs_own_form(value: Any, spans: list[Retain]) -> None:
-    assert own(value) == Hint(tuple(spans))
+    assert own(value) == Retention(tuple(spans))
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_flowkvs_own_form(value: Any, spans: list[Retain]) -> None:
 )
 def test_actions_of_kv_hints(payload: Any, spans: list[Retain]) -> None:
     """Their least priority protects, as in vLLM's own rule: it lies above the default."""
-    assert asked(payload) == Hint(tuple(spans))
+    assert asked(payload) == Retention(tuple(spans))
 
 
 def test_what_others_implement_is_no_mistake() -> None:
-    assert hint_of(None, envelope(action({"keys": [1]}, kind="kv.fetch"))) == Hint()
-    assert hint_of({"flowkv_tenant": "ann", "kv_load_tiers": []}) == Hint()
-    assert hint_of(None) == Hint()
+    assert hint_of(None, envelope(action({"keys": [1]}, kind="kv.fetch"))) == Retention()
+    assert hint_of({"flowkv_tenant": "ann", "kv_load_tiers": []}) == Retention()
+    assert hint_of(None) == Retention()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_others_implement_is_no_mistake() -> None:
 def test_a_bad_span_costs_only_itself(value: Any) -> None:
     good = {"priority": 60}
     hint = own([*(value if isinstance(value, list) else [value]), good])
-    assert hint.retain == (Retain(0, None, 60),)
+    assert hint.spans == (Retain(0, None, 60),)
     assert hint.dropped == 1
     assert hint.problem
 
@@ -135,27 +135,47 @@ def test_a_bad_span_costs_only_itself(value: Any) -> None:
         {"start": 0, "end": 16},
         {"start": 0, "end": 16, "priority": 101},
         {"start": 16, "end": 16, "priority": 1},
-        {"priority": 1, "covers_output": True},
+        {"priority": 1, "stop": 9},
         {"priority": 1, "duration": -1},
         "all",
         None,
     ],
 )
-def test_a_bad_directive_costs_only_itself(directive: Any) -> None:
-    hint = asked({"directives": [directive, {"priority": 100}]})
-    assert (hint.retain, hint.dropped) == ((Retain(0, None, 100),), 1)
+def test_a_bad_directive_costs_its_action(directive: Any) -> None:
+    good = {"directives": [{"priority": 100}]}
+    bad = {"directives": [{"priority": 1}, directive]}
+    hint = hint_of(None, envelope(action(bad), action(good)), NOW)
+    assert (hint.spans, hint.dropped) == ((Retain(0, None, 100),), 1)
+
+
+def test_directives_for_answers_select_nothing() -> None:
+    told = {"directives": [{"covers_output": True, "priority": 9}, {"end": 8, "priority": 100}]}
+    assert asked(told) == Retention((Retain(0, 8, 100),))
 
 
 def test_actions_that_cannot_be_followed_are_counted() -> None:
     assert asked({"directives": [{"priority": 9}]}, version="2.0").dropped == 1
     others = {"priority": 9, "ttl_seconds": 9, "block_hashes": ["1"]}
     assert asked({**others, "include_current_request": False}).dropped == 1
-    assert asked(others).retain == ()
+    assert asked(others).spans == ()
+    for message in ("now", 7, [], {}, {"actions": None}, {"actions": [None, {}]}):
+        hint = hint_of({"flowkv": {"priority": 60}, "kv_hint": message})
+        assert hint.spans == (Retain(0, None, 60),)
+
+
+def test_a_message_comes_as_an_argument_or_among_the_parameters() -> None:
+    """Dynamo's bridge to vLLM passes it as "kv_hint"."""
+    message = envelope(action({"directives": [{"priority": 100}]}))
+    assert hint_of({"kv_hint": message}) == hint_of(None, message) != Retention()
 
 
 def test_the_number_of_spans_is_bounded() -> None:
-    hint = own([{"start": n, "stop": n + 1} for n in range(100_000)])
-    assert (len(hint.retain), hint.dropped) == (128, 1)
+    many = range(100_000)
+    hint = own([{"start": n, "stop": n + 1} for n in many])
+    assert (len(hint.spans), hint.dropped) == (128, 1)
+    one = {"directives": [{"start": n, "priority": 1} for n in many]}
+    hint = hint_of(None, envelope(*[action(one)] * 200))
+    assert len(hint.spans) == 128
 
 
 _json = st.recursive(
@@ -177,7 +197,7 @@ _json = st.recursive(
 
 @given(_json, _json, _json)
 def test_nothing_that_a_client_sends_raises(params: Any, value: Any, payload: Any) -> None:
-    actions = [action(payload if isinstance(payload, dict) else {"directives": payload})]
-    for hint in (hint_of(params), hint_of({"flowkv": value}, envelope(*actions), NOW)):
-        assert all(0 <= span.priority <= 100 and span.for_s > 0 for span in hint.retain)
+    said = {"flowkv": value, "kv_hint": payload}
+    for hint in (hint_of(params), hint_of(said, envelope(action(payload), value), NOW)):
+        assert all(0 <= span.priority <= 100 and span.for_s > 0 for span in hint.spans)
         assert bool(hint.problem) == bool(hint.dropped)
