@@ -80,6 +80,10 @@ def leases_in(req_context: Any, keys: Iterable[bytes] | None = None) -> dict[byt
     return {key: lease for key, lease in found.items() if lease is not None}
 
 
+class _Moved(dict[int, set[bytes]]):
+    """Hinted chunks that jobs of a request moved, by the `Promises` of a tier."""
+
+
 class Promises:
     """Leases that the hints of requests ask a tier for, and the tokens that it moved under them.
 
@@ -94,7 +98,6 @@ class Promises:
 
     def __init__(self, name: Callable[[bytes], bytes], group: int, tokens: int) -> None:
         self._name, self._group, self._tokens = name, group, tokens
-        self._moved: dict[str, set[bytes]] = {}  # by request
         self._jobs: dict[int, dict[bytes, Lease]] = {}
         self.tokens: Counter[str] = Counter()
 
@@ -102,7 +105,9 @@ class Promises:
         """Return the leases of a job's frames."""
         if leases := leases_in(job.req_context, job.keys):
             self._jobs[job.job_id] = leases
-            self._moved.setdefault(job.req_context.req_id, set()).update(leases)
+            moved = job.req_context.get_state(_Moved) or _Moved()
+            moved.setdefault(id(self), set()).update(leases)
+            job.req_context.set_state(moved)
         return self._named(leases)
 
     def moved(self, job: int, good: Iterable[bytes], what: str) -> None:
@@ -113,7 +118,7 @@ class Promises:
     def remaining(self, req_context: Any) -> dict[bytes, Lease]:
         """Return the leases of a finished request's frames that no job of it moved."""
         self.tokens["dropped"] += hint_in(req_context).dropped
-        moved = self._moved.pop(req_context.req_id, ())
+        moved = (req_context.get_state(_Moved) or _Moved()).get(id(self), ())
         left = [key for key in ends_of(req_context) if key not in moved]
         return self._named(leases_in(req_context, left))
 

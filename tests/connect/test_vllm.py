@@ -432,10 +432,10 @@ def load_code(access: Callable[[], object], policy: Any) -> None:
 
 def ready(engine: Engine) -> Engine:
     (level,) = engine.tier.keeper.levels
-    policy, nobody = level.book.policy, request("nobody", [])
+    policy, other = level.book.policy, request("other", [])
     accounts = getattr(policy, "_accounts", {})
     for one in [account.policy for account in accounts.values()] or [policy]:
-        load_code(lambda: engine.tier.touch([bytes(36)], nobody), one)
+        load_code(lambda: engine.tier.touch([bytes(36)], other), one)
     return engine
 
 
@@ -554,8 +554,8 @@ def test_a_bad_hint_is_reported_once_and_stops_nothing(
 
 def test_hints_hold_in_vllms_own_memory() -> None:
     policy = door.flowkv_lru(40)
-    nobody = request("nobody", [])
-    load_code(lambda: policy.on_store_miss([bytes(36)], nobody), policy._policy.policy)
+    other = request("other", [])
+    load_code(lambda: policy.on_store_miss([bytes(36)], other), policy._policy.policy)
     for name in ("kept", "plain", "renewed"):
         insert(policy, name, **({"flowkv": {"ttl": "1h"}} if name == "kept" else {}))
     renewed = chain("renewed", 4)
