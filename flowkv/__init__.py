@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flowkv import sim as sim
     from flowkv import testing as testing
     from flowkv.cache.kv import KV
-    from flowkv.cache.sequence import NEVER, SOON, Retain, Sequence
+    from flowkv.cache.sequence import NEVER, SOON, Sequence
     from flowkv.cache.step import Step
     from flowkv.core.config import Config
     from flowkv.core.errors import ExperimentalWarning, FlowKVError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.attach import attach, verify
     from flowkv.hooks.huggingface.load import LoadedModel, load
     from flowkv.policy.base import Lease, Policy
+    from flowkv.policy.retention import Retain
     from flowkv.tensors.embedding import attach_embedding
     from flowkv.tensors.memo import memo
     from flowkv.tensors.weights import attach_weights
@@ -79,7 +80,7 @@ _HOMES = {
     name: home
     for home, names in {
         "flowkv.cache.kv": "KV",
-        "flowkv.cache.sequence": "NEVER Retain SOON Sequence",
+        "flowkv.cache.sequence": "NEVER SOON Sequence",
         "flowkv.cache.step": "Step",
         "flowkv.core.config": "Config",
         "flowkv.core.errors": "ExperimentalWarning FlowKVError",
@@ -93,6 +94,7 @@ _HOMES = {
         "flowkv.hooks.huggingface.load": "LoadedModel load",
         "flowkv.kernels": "kernels",
         "flowkv.policy.base": "Lease Policy",
+        "flowkv.policy.retention": "Retain",
         "flowkv.sim": "sim",
         "flowkv.tensors.embedding": "attach_embedding",
         "flowkv.tensors.memo": "memo",

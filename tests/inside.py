@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from flowkv.compiled.machine_code import directory, kept, kept_callback
     from flowkv.compiled.parts import PART
     from flowkv.connect.door import Announced, Holds, Jobs, Lookup
+    from flowkv.connect.hints import Retention, hint_of
     from flowkv.connect.identity import fingerprint
     from flowkv.core import digest as core_digest
     from flowkv.core import errors, interrupts, progress

@@ -39,7 +39,7 @@ from flowkv.cache.requests import (
 )
 from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob, RestoreScheduler, choose
 from flowkv.cache.seal import Refusal, describe
-from flowkv.cache.sequence import Guard, Retain, Sequence, Tables, eta_ns, make_care, session_number
+from flowkv.cache.sequence import Guard, Sequence, Tables, eta_ns, make_care, session_number
 from flowkv.cache.stack import link_pools, open_pools, store_levels, store_report
 from flowkv.cache.step import Step, chosen, sparsify
 from flowkv.cache.store import PageStore, Verdict
@@ -60,6 +60,7 @@ from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.base import Lease, Policy, configure
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
+from flowkv.policy.retention import Retain
 from flowkv.residency.keyed import PolicyPlace
 from flowkv.residency.places import make_envelope, open_tiers, policy_of
 from flowkv.tiers.base import Tier

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,7 +27,6 @@ from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
 from flowkv.kernels.operands import is_gpu, sent
 from flowkv.policy.base import (
     CUT_OFF,
-    DEFAULT_RANK,
     NEVER_NS,
     TOOL_USE,
     TURN_END,
@@ -36,6 +34,7 @@ from flowkv.policy.base import (
     Lease,
 )
 from flowkv.policy.pages import Importance
+from flowkv.policy.retention import Retain, lease_of
 
 # Options of a request: its conversation, and the retention of its pages.
 
@@ -46,37 +45,6 @@ SOON = 0.0
 """Value of `eta_s` for prompts that will be used at once."""
 
 _SESSION_BITS = 62
-
-
-class Retain(msgspec.Struct, frozen=True):
-    """Retention of the pages of a span of tokens.
-
-    A page belongs to a span that contains one of its tokens; if several do, the highest priority
-    counts.
-
-    Attributes:
-        start: First token of the span.
-        stop: First token behind it; None for the end of the sequence, however long it grows.
-        priority: 0 to 100: pages of lower priority are evicted first. The default is 35.
-        for_s: Seconds after which the priority is the default again.
-    """
-
-    start: int
-    stop: int | None = None
-    priority: int = DEFAULT_RANK
-    for_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        stop = self.start + 1 if self.stop is None else self.stop
-        if not 0 <= self.start < stop:
-            raise ConfigError(
-                f"a span of tokens from {self.start} to {self.stop}", "Let it hold a token or more"
-            )
-        if not 0 <= self.priority <= 100 or not self.for_s > 0:
-            raise ConfigError(
-                f"priority {self.priority} for {self.for_s} seconds",
-                "Use a priority from 0 to 100, and a time above 0",
-            )
 
 
 class Care(NamedTuple):
@@ -94,13 +62,7 @@ class Care(NamedTuple):
 
     def lease_for(self, start: int, stop: int) -> str | Lease:
         """Return the lease of a page that holds the tokens from `start` to `stop`."""
-        if not self.retain:
-            return self.lease
-        spans = [r for r in self.retain if r.start < stop and (r.stop is None or start < r.stop)]
-        if not spans:
-            return self.lease
-        best = max(spans, key=lambda span: (span.priority, span.for_s))
-        return Lease(rank=best.priority, rank_s=best.for_s)
+        return lease_of(self.retain, start, stop) or self.lease
 
 
 NO_CARE = Care()

@@ -61,6 +61,7 @@ _PAUSE_S = 2e-4
 _ANSWERS = "vllm:flowkv_answers"
 _USED = "vllm:flowkv_used_bytes"
 _DECLINED = "vllm:flowkv_declined_requests"
+_HINTED = "vllm:flowkv_hinted_tokens"
 
 check_version("vLLM", "tier", vllm_version, TESTED)
 
@@ -153,7 +154,9 @@ class FlowKVTier(SecondaryTierManager):
         self._declined = 0
         events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._tells, self._events = bool(events), list[Any]()
-        self._recorder = vllm_cache.CacheRecorder(record, *next(iter(self._tokens.items())))
+        first = next(iter(self._tokens.items()))
+        self._recorder = vllm_cache.CacheRecorder(record, *first)
+        self._hints = vllm_cache.Promises(self._name, *first)
         self.keeper = open_keeper(*([places] if isinstance(places, str) else places), **options)
         self._keys = Announced[bytes](self.keeper)  # keys of chunks in stored events, by name
         if events:
@@ -200,7 +203,9 @@ class FlowKVTier(SecondaryTierManager):
         self._caller.touch([self._name(key) for key in keys])
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Release the chunks that the request looked up, and forget its failed loads."""
+        """Release looked-up chunks, and apply a hint to those used from vLLM's own memory."""
+        if leases := self._hints.remaining(req_context):
+            self._caller.touch(filter(self.keeper.knows, leases), leases)
         self._caller.release(req_context.req_id)
         self._worth.pop(req_context.req_id, None)
         self._scheduled_s.pop(req_context.req_id, None)
@@ -228,8 +233,7 @@ class FlowKVTier(SecondaryTierManager):
         request = job_metadata.req_context.req_id
         self._scheduled_s.pop(request, None)
         loads = [Load(self._name(key), row, self._layout) for key, row in self._rows(job_metadata)]
-        how = {"deadline_s": self._deadline_s, "request": request}
-        self._jobs.start_job(loads, job_metadata.keys, job_metadata.job_id, loads=True, **how)
+        self._start(job_metadata, loads, loads=True, deadline_s=self._deadline_s, request=request)
 
     def submit_store(self, job_metadata: Any) -> None:
         """Start to store rows, which vLLM may reuse once the job is finished."""
@@ -243,7 +247,11 @@ class FlowKVTier(SecondaryTierManager):
             said = self._layout, parent, self._namespace, group, self._tokens[group], stripe, salt
             info = raw_page(*said, *self._rank)
             stores.append(Store(self._name(key), info, row.toreadonly()))
-        self._jobs.start_job(stores, job_metadata.keys, job_metadata.job_id, loads=False)
+        self._start(job_metadata, stores, loads=False)
+
+    def _start(self, job: Any, items: Sequence[Any], **how: Any) -> None:
+        how["leases"] = self._hints.of_job(job)
+        self._jobs.start_job(items, job.keys, job.job_id, **how)
 
     def _rows(self, job: Any) -> Iterator[tuple[bytes, memoryview]]:
         """Yield each key of a job with its row."""
@@ -279,6 +287,7 @@ class FlowKVTier(SecondaryTierManager):
             success, seconds = len(good) == len(job.keys), time.monotonic() - job.begun_s
             n_bytes, keys = sum(job.sizes.values()), None if success else tuple(good) or None
             self._done.append(JobResult(job.number, success, keys, seconds, n_bytes))
+            self._hints.moved(job.number, good, "read" if job.loads else "created")
             if self._tells and not job.loads:
                 new = [key for key in good if self._keys.arrived(self._name(key), key)]
                 self._tell(new, removed=False)
@@ -312,9 +321,11 @@ class FlowKVTier(SecondaryTierManager):
         """Return the definitions of the metrics in `get_stats`, for vLLM's Prometheus."""
         answers = "Loads and stores of FlowKV by how they ended, such as hit or miss:digest."
         declined = "Requests with loads that would have taken longer than computing."
+        hinted = "Tokens created or read under hints; spans of hints that were dropped."
         return {
             _ANSWERS: OffloadingCounterMetadata(answers, ("tier", "answer")),
             _DECLINED: OffloadingCounterMetadata(declined, ("tier",)),
+            _HINTED: OffloadingCounterMetadata(hinted, ("tier", "what")),
             _USED: OffloadingGaugeMetadata("Bytes that a place of FlowKV holds.", ("place",)),
         }
 
@@ -322,6 +333,7 @@ class FlowKVTier(SecondaryTierManager):
         """Return the counts since the last call."""
         stats, now = OffloadingConnectorStats(), Counter[tuple[str, str]]()
         now.update({(_ANSWERS, what): n for what, n in list(self.keeper.counts.items())})
+        now.update({(_HINTED, what): n for what, n in self._hints.tokens.items()})
         now[_DECLINED, ""] = self._declined
         for (name, what), n in (now - self._told).items():
             stats.increase_counter(name, n, (self.tier_type, what) if what else (self.tier_type,))

@@ -1,4 +1,4 @@
-"""What FlowKV does for vLLM's own cache: eviction policies, and recordings of its requests.
+"""What FlowKV does for vLLM's own cache: eviction policies, hints and recordings of requests.
 
 vLLM names a chunk by a hash of its tokens and all before them, and by the number of its layer
 group in the last four bytes. Importing this module imports vLLM.
@@ -9,18 +9,23 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import count, groupby, pairwise
 from typing import Any
 
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
+from flowkv.connect.hints import Retention, hint_of
 from flowkv.observe.recording import Writer
+from flowkv.policy.base import Lease
+from flowkv.policy.retention import lease_of
 from flowkv.policy.warming import warming
 from flowkv.residency.keyed import KeyedPolicy
 
 _log = logging.getLogger("flowkv")
+_bad_hints = count()
 
 
 def group_of(key: bytes) -> int:
@@ -51,6 +56,74 @@ def parents_of(ends: Mapping[bytes, int]) -> dict[bytes, bytes]:
 def tenant_of(req_context: Any) -> str:
     """Return the tenant that a request names in its transfer parameters; "" for none."""
     return str((req_context.kv_transfer_params or {}).get("flowkv_tenant") or "")
+
+
+def hint_in(req_context: Any) -> Retention:
+    """Return the hint of a request, which is read once."""
+    hint: Retention | None = req_context.get_state(Retention)
+    if hint is None:
+        hint = hint_of(req_context.kv_transfer_params, req_context.kv_hints, time.time())
+        req_context.set_state(hint)
+        if hint.dropped and not next(_bad_hints):
+            _log.warning("a hint has no effect, nor may later ones, unreported: %s", hint.problem)
+    return hint
+
+
+def leases_in(req_context: Any, keys: Iterable[bytes] | None = None) -> dict[bytes, Lease]:
+    """Return the leases of those of a request's chunks, or of all, that its hint covers."""
+    if not (spans := hint_in(req_context).spans):
+        return {}
+    ends = ends_of(req_context)
+    above = parents_of(ends)
+    chosen = ends if keys is None else [key for key in keys if key in ends]
+    found = {key: lease_of(spans, ends.get(above.get(key, b""), 0), ends[key]) for key in chosen}
+    return {key: lease for key, lease in found.items() if lease is not None}
+
+
+class _Moved(dict[int, set[bytes]]):
+    """Hinted chunks that jobs of a request moved, by the `Promises` of a tier."""
+
+
+class Promises:
+    """Leases that the hints of requests ask a tier for, and the tokens that it moved under them.
+
+    Args:
+        name: Returns the name of a chunk's frame.
+        group: Number of the layer group whose tokens are counted.
+        tokens: Tokens of a chunk.
+
+    Attributes:
+        tokens: Tokens "created" and "read" under hints; "dropped" spans of hints.
+    """
+
+    def __init__(self, name: Callable[[bytes], bytes], group: int, tokens: int) -> None:
+        self._name, self._group, self._tokens = name, group, tokens
+        self._jobs: dict[int, dict[bytes, Lease]] = {}
+        self.tokens: Counter[str] = Counter()
+
+    def of_job(self, job: Any) -> dict[bytes, Lease]:
+        """Return the leases of a job's frames."""
+        if leases := leases_in(job.req_context, job.keys):
+            self._jobs[job.job_id] = leases
+            moved = job.req_context.get_state(_Moved) or _Moved()
+            moved.setdefault(id(self), set()).update(leases)
+            job.req_context.set_state(moved)
+        return self._named(leases)
+
+    def moved(self, job: int, good: Iterable[bytes], what: str) -> None:
+        """Count the tokens of a job's good chunks."""
+        hinted = self._jobs.pop(job, {}).keys() & set(good)
+        self.tokens[what] += self._tokens * sum(group_of(key) == self._group for key in hinted)
+
+    def remaining(self, req_context: Any) -> dict[bytes, Lease]:
+        """Return the leases of a finished request's frames that no job of it moved."""
+        self.tokens["dropped"] += hint_in(req_context).dropped
+        moved = (req_context.get_state(_Moved) or _Moved()).get(id(self), ())
+        left = [key for key in ends_of(req_context) if key not in moved]
+        return self._named(leases_in(req_context, left))
+
+    def _named(self, leases: Mapping[bytes, Lease]) -> dict[bytes, Lease]:
+        return {self._name(key): lease for key, lease in leases.items()}
 
 
 class CacheRecorder:
@@ -125,6 +198,7 @@ class FlowKVCachePolicy(CachePolicy):
         self._policy = KeyedPolicy(warming(self.policy_name))
         self._chunks: dict[bytes, Any] = {}
         self._above: dict[bytes, bytes] = {}
+        self._leases: dict[bytes, Lease] = {}
         self._counted: dict[str, set[bytes]] = {}  # chunks that requests under way have used
         self._new: list[bytes] = []  # vLLM inserts one by one; the policy gets all at once
         self._now_ns = self.clock_ns()
@@ -161,20 +235,21 @@ class FlowKVCachePolicy(CachePolicy):
         counted.update(new)
         self._now_ns = self.clock_ns()
         self._book.access(self._now_ns, new)
+        self._book.retain(self._now_ns, leases_in(req_context, new))
 
     def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
         """Prepare the insertion of chunks: chunks evicted recently teach the policy.
 
         The chunks above them count as used, since chunks are inserted below recently used ones.
         """
-        positions, ends = ends_of(req_context), dict[int, int]()
+        keys, positions, ends = list(keys), ends_of(req_context), dict[int, int]()
         for key in keys:
             ends[group_of(key)] = max(ends.get(group_of(key), 0), positions.get(key, 0))
         chains = chains_of(positions)
         for group, end in ends.items():
             found = (key for key in chains.get(group, ()) if positions[key] <= end)
             self.touch(found, req_context)
-        self._above = parents_of(positions)
+        self._above, self._leases = parents_of(positions), leases_in(req_context, keys)
 
     def on_request_finished(
         self, key_groups: Sequence[Sequence[bytes]], insertion_only_keys: set[bytes],
@@ -183,6 +258,8 @@ class FlowKVCachePolicy(CachePolicy):
         """Record the use of reused chunks; inserted ones were counted at insertion."""
         for keys in key_groups:
             self.touch((key for key in keys if key in reused_keys), req_context)
+        here = (key for key in leases_in(req_context) if key in self._chunks)
+        self.touch((key for key in here if key not in insertion_only_keys), req_context)
         self._counted.pop(req_context.req_id, None)
 
     def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, Any]] | None:
@@ -197,6 +274,9 @@ class FlowKVCachePolicy(CachePolicy):
         """Return the policy, after the insertion of new chunks."""
         if self._new:
             new, self._new = self._new, []
-            self._policy.insert(self._now_ns, new, [self._above.pop(key, b"") for key in new])
+            for lease, run in groupby(new, lambda key: self._leases.get(key, "")):
+                keys = list(run)
+                above = [self._above.pop(key, b"") for key in keys]
+                self._policy.insert(self._now_ns, keys, above, lease=lease)
             self._policy.pin(new)
         return self._policy

@@ -15,7 +15,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, groupby
@@ -30,6 +30,7 @@ from flowkv.core.keys import tenant_salt
 from flowkv.core.reaper import REAPER
 from flowkv.observe.events import Bus, Closing, Evicted, Failed, Forgotten, Quarantined, Stored
 from flowkv.policy import Policy, make_policy
+from flowkv.policy.base import Lease
 from flowkv.policy.restore.costs import LoadGate, Rates
 from flowkv.policy.tenants import Tenants
 from flowkv.residency.keyed import KeyedPolicy
@@ -69,6 +70,7 @@ class _Item:
         request: Request for which a failed load makes later look-ups misses.
         left: Number of tiers that have not answered a store.
         over: Whether it was cancelled: no further tier is tried.
+        lease: Lease of the frame; "" for the default.
     """
 
     caller: Caller | None
@@ -80,6 +82,7 @@ class _Item:
     request: Hashable = None
     left: int = 0
     over: bool = False
+    lease: str | Lease = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -282,6 +285,7 @@ class Keeper(Closing):
     def report(self) -> dict[str, Any]:
         """Return counts of answers, and the state of each tier, ready for JSON."""
         with self._lock:
+            now = self._clock.now_ns()
             tiers = {
                 level.tier.name: {
                     "kind": level.tier.kind,
@@ -290,6 +294,7 @@ class Keeper(Closing):
                     "used_bytes": level.tier.used_bytes(),
                     "capacity_bytes": level.tier.capacity_bytes,
                     "incoming_bytes": level.incoming_bytes,
+                    "retained_bytes": level.book.retained_bytes(now),
                     "policy": level.book.policy.name,
                     "load_bytes_per_s": level.loads.bytes_per_s,
                 }
@@ -442,11 +447,12 @@ class Keeper(Closing):
         now, keys = self._clock.now_ns(), [item.operation.key for item in items]
         kept = {*keys, *(item.operation.info.parent for item in items)}
         level.book.access(now, keys)
+        level.book.retain(now, {i.operation.key: i.lease for i in items if i.lease})
         unknown, flights = dict[bytes, _Item](), dict[_Item, _Flight]()
         for item in items:
             if item.operation.key not in level.book:
                 unknown.setdefault(item.operation.key, item)
-        for (need, salt), run in groupby(unknown.values(), partial(self._terms, level)):
+        for (need, salt, lease), run in groupby(unknown.values(), partial(self._terms, level)):
             new, tenant = list[_Flight](), self._tenant(salt)
             for item in run:
                 if self._make_room(level, need * (len(new) + 1), kept):
@@ -455,7 +461,7 @@ class Keeper(Closing):
                 stores = [flight.item.operation for flight in new]
                 parents = [store.info.parent for store in stores]
                 keys = [store.key for store in stores]
-                level.book.insert(now, keys, parents, n_bytes=need, tenant=tenant)
+                level.book.insert(now, keys, parents, n_bytes=need, lease=lease, tenant=tenant)
                 if not level.bounded and len(level.book) > _MOST_KNOWN:  # frames stay, unlisted
                     level.book.evict(now, len(level.book) - _MOST_KNOWN // 2)
                 level.incoming_bytes += need * len(new)
@@ -479,8 +485,9 @@ class Keeper(Closing):
         level.book.pin(keys)
         level.storing.update(keys)
 
-    def _terms(self, level: _Level, item: _Item) -> tuple[int, bytes]:
-        return level.tier.frame_bytes(item.operation.body.nbytes), item.operation.info.tenant
+    def _terms(self, level: _Level, item: _Item) -> tuple[int, bytes, str | Lease]:
+        store = item.operation
+        return level.tier.frame_bytes(store.body.nbytes), store.info.tenant, item.lease
 
     def _send(self, level: _Level, flights: list[_Flight]) -> None:
         if not flights:
@@ -555,7 +562,7 @@ class Keeper(Closing):
         if answer.outcome is Outcome.HIT:
             level.hit_bytes[answer.job] += answer.n_bytes
             if self._open and item.news == self._news:
-                self._refill(number, item.operation, answer)
+                self._refill(number, item, answer)
         elif answer.outcome is Outcome.FAILED:
             self.bus.emit(Failed(tier=level.tier.name, operation="load", reason=answer.reason))
         else:
@@ -576,8 +583,9 @@ class Keeper(Closing):
             del level.left[answer.job]
             level.loads.add(level.hit_bytes.pop(answer.job, 0), answer.seconds)
 
-    def _refill(self, below: int, load: Load, answer: TierAnswer) -> None:
+    def _refill(self, below: int, item: _Item, answer: TierAnswer) -> None:
         """Store a whole frame that was loaded from one tier in the faster ones that lack it."""
+        load: Load = item.operation
         faster = [level for level in self._levels[:below] if level.tier.writable]
         lacking = [level for level in faster if not level.has(load.key)]
         fits = self._refill_bytes + answer.n_bytes <= _REFILL_BYTES
@@ -587,7 +595,7 @@ class Keeper(Closing):
         now, best = self._clock.now_ns(), TierAnswer(0, 0, load.key, Outcome.MISS)
         store, end_ns = Store(load.key, answer.info, body), now + round(HOLD_S * 1e9)
         self._refill_bytes += body.nbytes
-        self._store([_Item(None, store, best, now, end_ns, self._news)], lacking)
+        self._store([_Item(None, store, best, now, end_ns, self._news, lease=item.lease)], lacking)
 
     # ---- look-ups
 
@@ -799,12 +807,19 @@ class Caller:
             if hold is not None:
                 hold.let_go()
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Record a use of frames without a load, as by a caller with a nearer copy."""
+    def touch(self, keys: Iterable[bytes], leases: Mapping[bytes, Lease] | None = None) -> None:
+        """Record a use of frames without a load, as by a caller with a nearer copy.
+
+        Args:
+            keys: The frames.
+            leases: Leases of frames by key, absent ones among them; see `submit_store`.
+        """
         keeper, keys = self.keeper, list(keys)
         with keeper._lock:
             for level in keeper.levels:
-                level.book.access(keeper._clock.now_ns(), keys)
+                now = keeper._clock.now_ns()
+                level.book.access(now, keys)
+                level.book.retain(now, leases or {})
 
     # ---- Tier
 
@@ -835,33 +850,50 @@ class Caller:
         return [any(one) for one in zip(*there, strict=True)]
 
     def submit_load(
-        self, items: Sequence[Load], *, deadline_s: float = 10.0, request: Hashable = None
-    ) -> int:
+        self, items: Sequence[Load], *, deadline_s: float = 10.0, request: Hashable = None,
+        leases: Mapping[bytes, Lease] | None = None,
+    ) -> int:  # fmt: skip
         """Start loading frames, root to leaf; see `Tier`.
 
         Args:
             items: The loads.
             deadline_s: Longest time until all are answered.
             request: Request for which failed loads become misses.
+            leases: See `submit_store`.
 
         Raises:
             StateError: The keeper is closed.
         """
-        return self._submit(items, deadline_s, request)
+        return self._submit(items, deadline_s, leases or {}, request)
 
-    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+    def submit_store(
+        self,
+        items: Sequence[Store],
+        *,
+        deadline_s: float = 60.0,
+        leases: Mapping[bytes, Lease] | None = None,
+    ) -> int:
         """Start storing frames, root to leaf, evicting others where needed; see `Tier`.
 
         `STORED` means that at least one tier of the stack has the frame; "full", that pinned
         frames, or a quota, leave no room in any.
 
+        Args:
+            items: The stores.
+            deadline_s: Longest time until all are answered.
+            leases: Leases of frames by key. One that is stored already keeps the stronger lease.
+
         Raises:
             StateError: The keeper is closed.
         """
-        return self._submit(items, deadline_s)
+        return self._submit(items, deadline_s, leases or {})
 
     def _submit(
-        self, operations: Sequence[Any], deadline_s: float, request: Hashable = None
+        self,
+        operations: Sequence[Any],
+        deadline_s: float,
+        leases: Mapping[bytes, Lease],
+        request: Hashable = None,
     ) -> int:
         keeper = self.keeper
         with keeper._lock:
@@ -870,13 +902,14 @@ class Caller:
             keeper._hear()
             job, now = self.answers.new_job(), keeper._clock.now_ns()
             end, miss = now + round(min(deadline_s, 1e9) * 1e9), Outcome.MISS
-            items = [
-                _Item(self, one, TierAnswer(job, i, one.key, miss), now, end, keeper._news, request)
-                for i, one in enumerate(operations)
-            ]
+            items = list[_Item]()
+            for i, one in enumerate(operations):
+                best, lease = TierAnswer(job, i, one.key, miss), leases.get(one.key, "")
+                items.append(_Item(self, one, best, now, end, keeper._news, request, lease=lease))
             if operations and isinstance(operations[0], Load):
                 for level in keeper.levels:
                     level.book.access(now, [operation.key for operation in operations])
+                    level.book.retain(now, leases)
                 keeper._load(items)
             else:
                 keeper._store(items, [level for level in keeper.levels if level.tier.writable])

@@ -8,13 +8,14 @@ blocks known as ghosts for a while. Pure, as policies are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.policy.base import NO_VISIT, Policy, Slots, Visit, counts_pins
+from flowkv.policy.base import DEFAULT_RANK, NO_VISIT, Lease, Policy, Slots, Visit, counts_pins
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.tenants import Tenants
 
@@ -135,7 +136,9 @@ class KeyedPolicy:
         self._place = PolicyPlace("", "", policy)
         self._slots: dict[bytes, int] = {}  # slots of residents and of ghosts
         self._keys: dict[int, bytes] = {}
-        self._here: dict[bytes, None] = {}
+        self._here: dict[bytes, dict[str, Any]] = {}  # with the terms of its insert
+        self._terms: dict[str, Any] = {}  # of the last insert, one object for equal ones
+        self._ends: dict[bytes, float] = {}  # time when a rank above the default falls
         self._ghosts: dict[bytes, None] = {}  # the oldest first
         self._pins: Counter[bytes] = Counter()
         self._free: list[int] = []
@@ -156,6 +159,7 @@ class KeyedPolicy:
         parents: Sequence[bytes],
         *,
         n_bytes: int = 1,
+        lease: str | Lease = "",
         **said: Any,
     ) -> None:
         """Insert blocks, root to leaf.
@@ -165,16 +169,35 @@ class KeyedPolicy:
             keys: Keys of the blocks; one that is resident is accessed.
             parents: The key of each block's parent; an unknown one counts as none.
             n_bytes: Bytes of each.
+            lease: Lease of each.
             **said: Further arguments of `Policy.insert`.
         """
         slots = [self._slot(key) for key in keys]
         above = [self._slots.get(parent, -1) for parent in parents]
+        said["n_bytes"] = n_bytes
+        if said != self._terms:
+            self._terms = said
         for key in keys:
-            self._here[key] = None
+            self._here.setdefault(key, self._terms)
             self._ghosts.pop(key, None)
         self.largest_bytes = max(self.largest_bytes, n_bytes)
-        self.policy.insert(now_ns, as_slots(slots), as_slots(above), n_bytes=n_bytes, **said)
+        self.policy.insert(now_ns, as_slots(slots), as_slots(above), lease=lease, **said)
+        self._lend(now_ns, keys, lease)
         self._lay_ghosts()
+
+    def retain(self, now_ns: int, leases: Mapping[bytes, str | Lease]) -> None:
+        """Record the use of blocks, and that they stay for a lease at least; skip absent ones."""
+        here = ((key, (lease, self._here[key])) for key, lease in leases.items() if key in self)
+        for (lease, said), run in groupby(here, lambda each: each[1]):
+            keys = [key for key, _ in run]
+            above = np.full(len(keys), -1)
+            self.policy.insert(now_ns, as_slots(self._known(keys)), above, lease=lease, **said)
+            self._lend(now_ns, keys, lease)
+
+    def retained_bytes(self, now_ns: int) -> int:
+        """Return the bytes of the blocks with a rank above the default; O(their number)."""
+        kept = (self._here[key]["n_bytes"] for key, end in self._ends.items() if end > now_ns)
+        return sum(kept)
 
     def access(self, now_ns: int, keys: Iterable[bytes], visit: Visit = NO_VISIT) -> None:
         """Record a request's use of blocks, root to leaf; absent ones become ghosts."""
@@ -229,6 +252,11 @@ class KeyedPolicy:
         """Evict expired blocks, and those above the limits of tenants."""
         return self._gave_up([*self._place.expired(now_ns), *self._place.surplus(now_ns)])
 
+    def _lend(self, now_ns: int, keys: Iterable[bytes], lease: str | Lease) -> None:
+        if isinstance(lease, Lease) and lease.rank > DEFAULT_RANK:
+            end = now_ns + lease.rank_s * 1e9
+            self._ends.update((key, max(end, self._ends.get(key, 0.0))) for key in keys)
+
     def _slot(self, key: bytes) -> int:
         slot = self._slots.get(key)
         if slot is None:
@@ -247,6 +275,7 @@ class KeyedPolicy:
     def _left(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             del self._here[key]
+            self._ends.pop(key, None)
             self._ghosts[key] = None
         self._lay_ghosts()
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from flowkv import Tier
+from flowkv import Lease, Tier
 from flowkv.connect import Caller, Keeper, open_keeper
 from flowkv.policy import Policy, make_policy
 from flowkv.testing import FlakyTier, check_tier
@@ -823,3 +823,31 @@ class KeeperMachine(RuleBasedStateMachine):
 
 def test_everything_at_once() -> None:
     run_state_machine_as_test(KeeperMachine, settings=settings(stateful_step_count=30))
+
+
+def test_leases_hold_in_every_tier_that_gets_the_frame() -> None:
+    """Also in a faster one that a load copies it back to; absent frames are no mistake."""
+    near, far = host(6, "near"), host(40, "far")
+    keeper = Keeper([near, far], lru)
+    caller, asked = keeper.caller(), Lease(rank=80, rank_s=3600.0)
+    stored(caller, ["kept", "plain"])
+    near.delete([key_of("kept"), key_of("plain")])
+    keeper.levels[0].book.remove([key_of("kept"), key_of("plain")])
+    for name, leased in (("kept", ["kept", "absent"]), ("plain", [])):
+        load = Load(key_of(name), memoryview(bytearray(SIZE)), LAYOUT)
+        leases = {key_of(one): asked for one in leased}
+        (answer,) = answers(caller, caller.submit_load([load], leases=leases), 1)
+        assert answer.outcome is Outcome.HIT
+    wait(lambda: all(near.contains([key_of("kept"), key_of("plain")])))
+    for n in range(12):
+        stored(caller, [n])
+    assert near.contains([key_of("kept"), key_of("plain")]) == [True, False]
+    held = {name: tier["retained_bytes"] for name, tier in keeper.report()["tiers"].items()}
+    assert held == {"near": FRAME, "far": FRAME}
+    caller.touch([], {key_of(n): asked for n in (10, 11)})
+    assert keeper.report()["tiers"]["near"]["retained_bytes"] == 3 * FRAME
+    again = Store(key_of(9), info_of(SIZE), memoryview(body_of(9, SIZE)))
+    answers(caller, caller.submit_store([again], leases={key_of(9): asked}), 1)
+    caller.delete([key_of("kept")])
+    assert keeper.report()["tiers"]["near"]["retained_bytes"] == 3 * FRAME
+    keeper.close()

@@ -404,8 +404,224 @@ def test_it_tells_what_happened(make: Callable[..., Engine]) -> None:
     told = set(stats.data["data"]) if REAL else {name for name, _ in stats.values}
     assert told <= set(defined)
     assert "vllm:flowkv_answers" in told
-    engine.tier.touch(keys, None)
+    engine.tier.touch(keys, request("r", keys))
     engine.tier.drain_jobs()
+
+
+# ---- hints
+
+
+class Late:
+    """The clock of a keeper, some seconds on."""
+
+    def __init__(self, clock: Any, seconds: float) -> None:
+        self._clock, self._ns = clock, round(seconds * 1e9)
+
+    def now_ns(self) -> int:
+        return int(self._clock.now_ns()) + self._ns
+
+
+def load_code(access: Callable[[], object], policy: Any) -> None:
+    """Use a place until its policy answers: before, ranks have no effect."""
+    end = time.monotonic() + 240
+    while getattr(policy, "plain", False):
+        assert time.monotonic() < end
+        access()
+        time.sleep(0.005)
+
+
+def ready(engine: Engine) -> Engine:
+    (level,) = engine.tier.keeper.levels
+    policy, other = level.book.policy, request("other", [])
+    accounts = getattr(policy, "_accounts", {})
+    for one in [account.policy for account in accounts.values()] or [policy]:
+        load_code(lambda: engine.tier.touch([bytes(36)], other), one)
+    return engine
+
+
+def flood(engine: Engine, chains: Sequence[int] = range(30), **params: Any) -> None:
+    for n in chains:
+        keys = chain(f"flood {n}", 4)
+        context = request(f"flood {n}", keys, **params)
+        engine.tier.on_new_request(context)
+        engine.store(keys, context)
+        engine.tier.on_request_finished(context)
+
+
+def found(engine: Engine, keys: Sequence[bytes]) -> int:
+    context = request("found", keys)
+    hits = engine.lookups(keys, context).count(HIT)
+    engine.tier.on_request_finished(context)
+    return hits
+
+
+def tokens_of(engine: Engine) -> dict[str, int]:
+    return dict(engine.tier._hints.tokens)
+
+
+def small(make: Callable[..., Engine], tmp_path: Path, **more: Any) -> Engine:
+    """An engine with room for about 12 chains of 4 chunks."""
+    return ready(make(places=f"disk:{tmp_path}/kv:2MiB", **{"policy": "lru", **more}))
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "auto"])
+def test_a_hint_keeps_chunks_through_a_flood_for_its_time(
+    make: Callable[..., Engine], tmp_path: Path, policy: str
+) -> None:
+    engine = small(make, tmp_path, policy=policy)
+    kept, plain = chain("kept", 4), chain("plain", 4)
+    context = request("kept", kept, flowkv=[{"stop": 3 * TOKENS, "ttl": "1h"}])
+    engine.lookups(kept, context)
+    engine.store(kept, context)
+    engine.tier.on_request_finished(context)
+    engine.store(plain)
+    flood(engine)
+    assert found(engine, kept) == 3
+    assert found(engine, plain) < 3
+    assert tokens_of(engine) == {"created": 3 * TOKENS, "dropped": 0}
+    context = request("again", kept, flowkv={"ttl": "5m"})
+    engine.lookups(kept[:3], context)
+    engine.load(kept[:3], context)
+    engine.tier.on_request_finished(context)
+    assert tokens_of(engine)["read"] == 3 * TOKENS
+    engine.tier.keeper._clock = Late(engine.tier.keeper._clock, 3700)
+    flood(engine, range(30, 60))
+    assert found(engine, kept) < 3
+
+
+def test_a_hint_counts_for_what_is_stored_already(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """Also where the request takes its chunks from vLLM's memory, so that no job names them."""
+    for name, used in [("loaded", True), ("near", False)]:
+        engine, keys = small(make, tmp_path), chain(name, 4)
+        engine.store(keys)
+        context = request(name, keys, flowkv={"priority": 80})
+        if used:
+            assert engine.lookups(keys, context) == [HIT] * 4
+            engine.load(keys, context)
+        else:
+            engine.tier.on_new_request(context)
+        engine.tier.on_request_finished(context)
+        flood(engine)
+        assert found(engine, keys) == 4, name
+        assert tokens_of(engine).get("read", 0) == used * 4 * TOKENS
+        engine.tier.shutdown()
+
+
+def test_a_low_priority_goes_first(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine, last = small(make, tmp_path), chain("last", 4)
+    flood(engine, range(9))
+    engine.store(last, request("last", last, flowkv={"priority": 0}))
+    flood(engine, range(9, 14))
+    assert found(engine, last) == 0
+    assert found(engine, chain("flood 4", 4)) == 4
+
+
+def test_hints_take_nothing_from_a_reserve(make: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = make(
+        places=f"disk:{tmp_path}/kv:2MiB",
+        policy="lru",
+        quotas={"ann": "600KiB:2MiB", "bob": ":2MiB"},
+    )
+    mine = [chain(f"ann {n}", 4) for n in range(3)]
+    for n, keys in enumerate(mine):
+        engine.store(keys, request(f"ann {n}", keys, flowkv_tenant="ann"))
+    other = chain("bob", 1)
+    engine.store(other, request("bob", other, flowkv_tenant="bob"))
+    ready(engine)
+    flood(engine, flowkv_tenant="bob", flowkv={"priority": 100})
+    assert [found(engine, keys) for keys in mine] == [4, 4, 4]
+    assert found(engine, chain("flood 29", 4)) == 4
+
+
+def test_a_bad_hint_is_reported_once_and_stops_nothing(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door.vllm_cache, "_bad_hints", iter(range(9)))
+    engine, keys = make(), chain("a", 2)
+    for n, value in enumerate([{"ttl": "1 day"}, "always", {"priority": 1e9}]):
+        context = request(str(n), keys, flowkv=value)
+        engine.lookups(keys, context)
+        assert engine.store(keys, context).success
+        engine.tier.on_request_finished(context)
+    assert tokens_of(engine) == {"created": 0, "dropped": 3}
+    (warning,) = [one for one in caplog.records if "hint" in one.getMessage()]
+    assert "1 day" in warning.getMessage()
+    told = door.FlowKVTier.build_metric_definitions({})["vllm:flowkv_hinted_tokens"]
+    assert told.labelnames == ("tier", "what")
+
+
+def test_hints_hold_in_vllms_own_memory() -> None:
+    policy = door.flowkv_lru(40)
+    other = request("other", [])
+    load_code(lambda: policy.on_store_miss([bytes(36)], other), policy._policy.policy)
+    for name in ("kept", "plain", "renewed"):
+        insert(policy, name, **({"flowkv": {"ttl": "1h"}} if name == "kept" else {}))
+    renewed = chain("renewed", 4)
+    again = request("again", renewed, flowkv={"ttl": "1h"})
+    policy.on_request_finished([renewed], set(), set(), again)  # used on the device
+    for n in range(20):
+        insert(policy, f"flood {n}")
+    there = {name: [policy.get(key) is not None for key in chain(name, 4)] for name in
+             ("kept", "plain", "renewed")}  # fmt: skip
+    assert there == {"kept": [True] * 4, "plain": [False] * 4, "renewed": [True] * 4}
+
+
+def insert(policy: Any, name: str, **params: Any) -> None:
+    keys = chain(name, 4)
+    context = request(name, keys, **params)
+    policy.on_store_miss(keys, context)
+    if len(policy._chunks) > 36:
+        assert policy.evict(4, set(keys))
+    for number, key in enumerate(keys):
+        chunk = ChunkStatus(number)
+        chunk.ref_cnt = 0
+        policy.insert(key, chunk)
+    policy.on_request_finished([keys], set(keys), set(), context)
+
+
+@needs_vllm
+def test_hints_arrive_through_vllms_own_requests(
+    make: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """From the arguments of `generate` to the tier, by vLLM's own requests and contexts."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        _create_req_context,
+    )
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+    from vllm.v1.request import Request
+
+    def arrived(name: str, keys: Sequence[bytes], params: Any, hints: Any) -> Any:
+        core = EngineCoreRequest(
+            request_id=name, prompt_token_ids=[1] * TOKENS * len(keys), mm_features=None,
+            sampling_params=SamplingParams(extra_args={"kv_transfer_params": params}),
+            pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None,
+            data_parallel_rank=None, kv_hints=hints,
+        )  # fmt: skip
+        context = _create_req_context(Request.from_engine_core_request(core, block_hasher=None))
+        for i, key in enumerate(keys):
+            context.set_offload_key_position(key, (i + 1) * TOKENS)
+        return context
+
+    retain = KvHintAction(
+        action_id="1",
+        action_type="kv.retain",
+        action_version="1.0",
+        payload={"directives": [{"start": 0, "end": 2 * TOKENS, "priority": 60}]},
+    )
+    hints = KvHintsEnvelope(protocol_version="0.1", message_id="m", actions=[retain])
+    asked = {"params": ({"flowkv": {"ttl": "1h"}}, None), "hints": (None, hints), "": (None, None)}
+    engine = small(make, tmp_path)
+    for name, (params, said) in asked.items():
+        context = arrived(name, chain(name, 4), params, said)
+        engine.lookups(chain(name, 4), context)
+        engine.store(chain(name, 4), context)
+        engine.tier.on_request_finished(context)
+    flood(engine)
+    assert [found(engine, chain(name, 4)) for name in asked] == [4, 2, 0]
 
 
 # ---- policies

@@ -157,8 +157,10 @@ class SlowLfuTtl(Policy):
         """More of what it has."""
         block.lease = max(block.lease, lease)
         block.limit = max(block.limit, self.clock + max_age)
-        if rank >= (block.rank if self.clock < block.fall else 35):
-            block.rank, block.fall = rank, self.clock + s
+        now, fall = (block.rank, block.fall) if self.clock < block.fall else (35, math.inf)
+        if rank >= now:
+            ends = self.clock + s
+            block.rank, block.fall = rank, max(ends, fall) if rank == now else ends
 
     # --- the protocol
 

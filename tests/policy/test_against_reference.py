@@ -15,7 +15,10 @@ from tests.policy.reference import SlowLfuTtl
 S = 10**9
 slots = st.lists(st.integers(-2, 9), max_size=5)
 steps = st.sampled_from([0, 0, 1, S // 3, S, 2 * S, 5 * S, 40 * S, -1, -S])
-LEASES = {"a": Lease(3), "b": Lease(4, 9), "low": Lease(rank=10), "high": Lease(20, 90, 80, 6)}
+LEASES = {"a": Lease(3), "b": Lease(4, 9), "low": Lease(rank=10), "high": Lease(20, 90, 80, 6)} | {
+    "brief": Lease(rank=80, rank_s=2),
+    "middle": Lease(rank=50, rank_s=9),
+}
 
 
 def ids(values):

@@ -286,6 +286,29 @@ def test_ranks_rule_until_they_fall():
     assert policy.evict(9 * S, 2).tolist() == [3, 4]
 
 
+def test_of_equal_ranks_the_longer_time_counts():
+    policy = LRU()
+    chain(policy, 0, 0, lease=Lease(rank=80, rank_s=3600))
+    chain(policy, 0, 1, lease=Lease(rank=80))
+    chain(policy, 0, 2, lease=Lease(rank=80, rank_s=5))
+    for slot in range(3):
+        chain(policy, S, slot, lease=Lease(rank=80, rank_s=5))
+    chain(policy, 100 * S, 3)
+    assert policy.evict(100 * S, 2).tolist() == [2, 3]
+    chain(policy, 3700 * S, 3)
+    assert policy.evict(3700 * S, 1).tolist() == [0]
+
+
+def test_a_rank_that_fell_hinders_no_lower_one():
+    policy = LRU()
+    chain(policy, 0, 0, lease=Lease(rank=80, rank_s=5))
+    chain(policy, 0, 1, parent=0)  # while a child is there, a fall is not stored
+    chain(policy, 6 * S, 0, lease=Lease(rank=50))
+    policy.remove(ids(1))
+    chain(policy, 7 * S, 2)
+    assert policy.evict(8 * S, 1).tolist() == [2]
+
+
 def test_invalid_blocks_of_a_tenant_are_expired_at_once(policy):
     chain(policy, 1, 0, 1, tenant=3)
     chain(policy, 0, 2)

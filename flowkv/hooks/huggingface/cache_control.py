@@ -9,13 +9,9 @@ from itertools import accumulate, compress, count
 from operator import ne
 from typing import Any, NamedTuple
 
-from flowkv.cache.sequence import Retain
-
-PRIORITY = 80
-"""Priority of the retained pages."""
+from flowkv.policy.retention import EPHEMERAL, EPHEMERAL_S, Retain
 
 _KEY = "cache_control"
-_SECONDS = {"5m": 300.0, "1h": 3600.0}
 _MOST = 4
 """Breakpoints of a request that count, as of Anthropic: the last ones."""
 
@@ -90,7 +86,7 @@ def cache_control(
     for number, (stop, _) in enumerate(stops):
         if stop > start:
             longest = max(seconds for _, seconds in stops[number:])
-            spans.append(Retain(start, stop, PRIORITY, longest))
+            spans.append(Retain(start, stop, EPHEMERAL, longest))
             start = stop
     return CacheControl(tuple(spans), len(found) - len(stops), start)
 
@@ -144,7 +140,7 @@ def _breakpoints(messages: Sequence[Any], tools: Sequence[Any]) -> Iterator[_Pla
 
 def _seconds(hint: Any) -> float:
     known = isinstance(hint, Mapping) and hint.get("type") == "ephemeral"
-    return _SECONDS.get(str(hint.get("ttl") or "5m"), 0.0) if known else 0.0
+    return EPHEMERAL_S.get(str(hint.get("ttl") or "5m"), 0.0) if known else 0.0
 
 
 def _marked(

@@ -780,12 +780,18 @@ def sign(nodes: Array, s: int, now: int, lease: Array) -> None:
     else:
         nodes[s].lease = max(nodes[s].lease, lease[LEASE_S])
         nodes[s].limit = max(nodes[s].limit, limit)
-    if lease[RANK] >= marks >> RANK_SHIFT:
+    rank, fall = marks >> RANK_SHIFT, nodes[s].fall if marks & RANKED else NEVER
+    if fall <= now:
+        rank, fall = DEFAULT_RANK, NEVER
+    if lease[RANK] >= rank:
+        ends = NEVER if lease[RANK_S] == NEVER else now + lease[RANK_S]
+        if lease[RANK] == rank:
+            ends = max(ends, fall)
         marks &= (1 << RANK_SHIFT) - 1 - RANKED
         marks |= lease[RANK] << RANK_SHIFT
-        if lease[RANK_S] != NEVER:
+        if ends != NEVER:
             marks |= RANKED
-            nodes[s].fall = now + lease[RANK_S]
+            nodes[s].fall = ends
     nodes[s].marks = marks
 
 

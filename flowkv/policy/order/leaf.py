@@ -66,7 +66,8 @@ class LeafOrder(Policy):
     *Leases.* A block expires at min(last access + lease, birth + max age) of its class, a parent
     not before its resident children. No access revives it, only `insert` does, which begins a new
     life; an expired parent is no parent. An insert that names a lease for a block that is resident
-    already prolongs its lease and raises its rank, and never the opposite.
+    already prolongs its lease and raises its rank, and never the opposite; of equal ranks the
+    longer time counts.
 
     Children of a removed parent stay resident, as roots. A resident block that is inserted again
     takes the given parent if it has none. Memory: 128 bytes per slot number up to the largest one
