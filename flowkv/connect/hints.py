@@ -19,6 +19,7 @@ from flowkv.policy.base import DEFAULT_RANK
 from flowkv.policy.retention import EPHEMERAL, EPHEMERAL_S, Retain
 
 _MOST = 128  # spans of a request
+_LONGEST = 300  # characters of a problem
 _SPAN = {"start": "start", "stop": "stop", "priority": "priority", "ttl": "for_s"}
 _DIRECTIVE = {"start": "start", "end": "stop", "priority": "priority", "duration": "for_s"}
 _ACTION = {"priority": "priority", "ttl_seconds": "for_s"}
@@ -59,7 +60,7 @@ def hint_of(params: Any, message: Any = None, now_s: float = 0.0) -> Retention:
                 raise ConfigError(f"more than {_MOST} spans", "Join them")
         except Exception as error:  # of any value that a client may send
             dropped += 1
-            problem = problem or f"{reprlib.repr(value)}: {error}"
+            problem = problem or _described(value, error)
         if len(spans) > _MOST:
             break
     return Retention(tuple(spans[:_MOST]), dropped, problem)
@@ -69,8 +70,15 @@ def _listed(value: Any) -> list[Any]:
     return value[: _MOST + 1] if isinstance(value, list) else [value]
 
 
+def _described(value: Any, error: Exception) -> str:
+    try:
+        return f"{reprlib.repr(value)}: {error}"[:_LONGEST]
+    except Exception as unsaid:  # of integers with more digits than Python prints
+        return f"{type(unsaid).__name__} of {type(value).__name__}"
+
+
 def _own(value: Any, now_s: float) -> list[Any]:
-    said = {"priority": EPHEMERAL} | value
+    said = {"priority": EPHEMERAL} | {name: v for name, v in value.items() if v is not None}
     if said.get("type") == "ephemeral":
         said = {"ttl": "5m"} | said
         del said["type"]
@@ -82,7 +90,8 @@ def _own(value: Any, now_s: float) -> list[Any]:
 
 
 def _actions(message: Any, now_s: float) -> list[Any]:
-    return [(_action, one) for one in _listed(msgspec.to_builtins(message)["actions"])]
+    said = message if isinstance(message, Mapping) else msgspec.to_builtins(message)
+    return [(_action, one) for one in _listed(said["actions"])]
 
 
 def _action(value: Any, now_s: float) -> list[Any]:

@@ -71,11 +71,11 @@ def hint_in(req_context: Any) -> Retention:
 
 def leases_in(req_context: Any, keys: Iterable[bytes] | None = None) -> dict[bytes, Lease]:
     """Return the leases of those of a request's chunks, or of all, that its hint covers."""
-    if not (spans := hint_in(req_context).spans):
+    spans, ends = hint_in(req_context).spans, ends_of(req_context)
+    chosen = [key for key in (ends if keys is None else keys) if key in ends]
+    if not spans or not chosen:
         return {}
-    ends = ends_of(req_context)
     above = parents_of(ends)
-    chosen = ends if keys is None else [key for key in keys if key in ends]
     found = {key: lease_of(spans, ends.get(above.get(key, b""), 0), ends[key]) for key in chosen}
     return {key: lease for key, lease in found.items() if lease is not None}
 

@@ -34,6 +34,7 @@ FEW_VISITS = 32
 _MASK = (1 << 64) - 1
 _LATER = 2.0**70  # offset of expired blocks' priorities below the others
 _MOST_USES = 64  # for a lease to reach the last use; a block that needs more is passed as expired
+_MOST_RENEWALS = 16  # of different leases for a block; then those of the lowest rank are dropped
 
 _log = logging.getLogger("flowkv")
 
@@ -103,7 +104,9 @@ class Warming(Policy):
             if lease:
                 block.lease_ns = max(block.lease_ns, lease_ns)
                 block.limit_ns = max(block.limit_ns, now + age_ns)
-                block.renewals = {**(block.renewals or {}), lease: now}
+                block.renewals = renewals = {**(block.renewals or {}), lease: now}
+                if len(renewals) > _MOST_RENEWALS:
+                    del renewals[min(renewals, key=_rank)]
             if self._above(block) is None and block not in self._chain(above):
                 block.above = above
         if len(slots) and min(lease_ns, age_ns) < NEVER_NS:
@@ -327,6 +330,10 @@ class Warming(Policy):
             yield partial(policy.pin, as_slots(list(self._pins.elements())))
         for request, slots in self._queued.items():
             yield partial(policy.enqueue, int(self._now), request, slots)
+
+
+def _rank(lease: str | Lease) -> float:
+    return lease.rank if isinstance(lease, Lease) else math.inf
 
 
 class _Told(NamedTuple):

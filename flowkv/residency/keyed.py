@@ -7,12 +7,14 @@ blocks known as ghosts for a while. Pure, as policies are.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowkv.policy.base import DEFAULT_RANK, NO_VISIT, Lease, Policy, Slots, Visit, counts_pins
@@ -21,6 +23,7 @@ from flowkv.policy.tenants import Tenants
 
 LEAST_GHOSTS = 1 << 10
 GHOSTS_PER_RESIDENT = 4
+_LEAST_S = 1e-9
 
 
 class Numbered(Protocol):
@@ -120,6 +123,11 @@ class PolicyPlace:
         return protected
 
 
+def _rank_only(lease: Lease) -> bool:
+    """Return whether a lease has no time of expiry: then it leaves that of a block as it is."""
+    return lease.lease_s == lease.max_age_s == math.inf
+
+
 class KeyedPolicy:
     """Content of one place, by key, and its order of eviction. Not thread-safe.
 
@@ -181,7 +189,11 @@ class KeyedPolicy:
             self._here.setdefault(key, self._terms)
             self._ghosts.pop(key, None)
         self.largest_bytes = max(self.largest_bytes, n_bytes)
-        self.policy.insert(now_ns, as_slots(slots), as_slots(above), lease=lease, **said)
+        later = isinstance(lease, Lease) and lease.rank >= DEFAULT_RANK and _rank_only(lease)
+        first = "" if later else lease  # with the default class's time of expiry
+        self.policy.insert(now_ns, as_slots(slots), as_slots(above), lease=first, **said)
+        if later:
+            self.retain(now_ns, dict.fromkeys(keys, lease))
         self._lend(now_ns, keys, lease)
         self._lay_ghosts()
 
@@ -191,6 +203,8 @@ class KeyedPolicy:
         for (lease, said), run in groupby(here, lambda each: each[1]):
             keys = [key for key, _ in run]
             above = np.full(len(keys), -1)
+            if isinstance(lease, Lease) and _rank_only(lease):
+                lease = replace(lease, lease_s=_LEAST_S, max_age_s=_LEAST_S)
             self.policy.insert(now_ns, as_slots(self._known(keys)), above, lease=lease, **said)
             self._lend(now_ns, keys, lease)
 

@@ -43,6 +43,8 @@ def asked(payload: Any, **more: Any) -> Retention:
         ({"ttl": None}, [Retain(0, None, 80, math.inf)]),
         ({"until": NOW + 90}, [Retain(0, None, 80, 90.0)]),
         ({"type": "ephemeral"}, [Retain(0, None, 80, 300.0)]),
+        ({"type": "ephemeral", "ttl": None, "until": None}, [Retain(0, None, 80, 300.0)]),
+        ({"priority": None, "stop": None}, [Retain(0, None, 80)]),
         ({"type": "ephemeral", "ttl": "1h"}, [Retain(0, None, 80, 3600.0)]),
         (
             [{"stop": 32, "ttl": "1h"}, {"start": 32, "stop": 64, "priority": 50}],
@@ -201,3 +203,12 @@ def test_nothing_that_a_client_sends_raises(params: Any, value: Any, payload: An
     for hint in (hint_of(params), hint_of(said, envelope(action(payload), value), NOW)):
         assert all(0 <= span.priority <= 100 and span.for_s > 0 for span in hint.spans)
         assert bool(hint.problem) == bool(hint.dropped)
+
+
+@pytest.mark.parametrize(
+    "value", [{"start": 10**5000}, {"until": 10**5000}, {"x" * 10**6: 1}, {"ttl": "x" * 10**6}]
+)
+def test_what_cannot_be_printed_or_is_long_is_reported_in_short(value: Any) -> None:
+    found = own(value)
+    assert (found.dropped or found.spans) and len(found.problem) <= 300
+    assert hint_of({"kv_hint": envelope(action(value))}).dropped == 1

@@ -851,3 +851,21 @@ def test_leases_hold_in_every_tier_that_gets_the_frame() -> None:
     caller.delete([key_of("kept")])
     assert keeper.report()["tiers"]["near"]["retained_bytes"] == 3 * FRAME
     keeper.close()
+
+
+@pytest.mark.parametrize("when", ["stored", "touched"])
+def test_a_rank_does_not_lengthen_the_time_that_a_place_allows(when: str) -> None:
+    """A place with a maximum age, for privacy: a client's hint is about the order alone."""
+    near = host(8)
+    keeper = Keeper([near], lambda kind, size: make_policy("lru", max_age_s=0.2))
+    caller, asked = keeper.caller(), {key_of("kept"): Lease(rank=80)}
+    store = Store(key_of("kept"), info_of(SIZE), memoryview(body_of("kept", SIZE)))
+    leases = asked if when == "stored" else None
+    answers(caller, caller.submit_store([store], leases=leases), 1)
+    caller.touch([], asked)
+    assert keeper.report()["tiers"]["host"]["retained_bytes"] == FRAME
+    time.sleep(0.3)
+    caller.touch([], asked)
+    stored(caller, ["other"])
+    assert near.contains([key_of("kept"), key_of("other")]) == [False, True]
+    keeper.close()

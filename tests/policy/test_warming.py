@@ -135,6 +135,18 @@ class Stuck(HazardIndex):
     wanted = displace = expired = priority = weakest = complete = hint = enqueue = _waits
 
 
+def test_leases_that_differ_each_time_take_no_more_memory() -> None:
+    """The highest rank is among those that the policy is given at the switch."""
+    stand_in = Warming(make_policy("lru"), lambda: False)
+    for now in range(500):
+        rank = 90 if now == 7 else 50
+        lease = Lease(rank=rank, rank_s=60.0 + now)
+        stand_in.insert(now, slots(0), slots(-1), lease=lease if now else "")
+    renewals = stand_in._order[0].renewals
+    assert renewals is not None and len(renewals) <= 16
+    assert Lease(rank=90, rank_s=67.0) in renewals and Lease(rank=50, rank_s=559.0) in renewals
+
+
 def test_without_code_no_call_reaches_the_policy() -> None:
     asked: list[int] = []
     policy = Warming(Stuck(), lambda: bool(asked.append(1)))
