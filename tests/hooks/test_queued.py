@@ -25,6 +25,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Runtime]:
         yield runtime
         gc.collect()
         assert not runtime.registered, "memory is still registered with the device"
+        assert not runtime.faults
 
 
 def asked(model: torch.nn.Module) -> list[tuple[dict[str, Any], Any]]:
