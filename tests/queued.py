@@ -174,8 +174,8 @@ class Runtime:
 
     def registers(self, address: int) -> bool:
         """Return whether memory is registered."""
-        held = [*self.registered.items()]
-        return any(first <= address < first + n_bytes for first, n_bytes in held)
+        held = self.registered
+        return any(first <= address < first + held.get(first, 0) for first in list(held))
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a new tensor's memory as pinned, and return the tensor."""
@@ -300,7 +300,7 @@ def like_a_gpu(seed: int = 0) -> Iterator[Runtime]:
 
     def gather_pages(pages: Any, source: Any, size: int, out: Any, *, lines: Any = None) -> None:
         move = functools.partial(_GATHER, pages, source, size, out, lines=lines)
-        if lines is None or not runtime.pins(out):
+        if lines is None or stream_now() is default or not runtime.pins(out):
             return move()
         for part in parts(out, lines, size):
             part.spoil()
@@ -308,7 +308,7 @@ def like_a_gpu(seed: int = 0) -> Iterator[Runtime]:
 
     def scatter_pages(pages: Any, target: Any, size: int, data: Any, *, lines: Any = None) -> None:
         move = functools.partial(_SCATTER, pages, target, size, data, lines=lines)
-        if lines is None or not runtime.pins(data):
+        if lines is None or stream_now() is default or not runtime.pins(data):
             return move()
         held = parts(data, lines, size)
         stream_now().queue(runtime.to_device(lambda: b"".join(x.read() for x in held), move))
