@@ -291,11 +291,9 @@ def like_a_gpu(seed: int = 0) -> Iterator[Runtime]:
         if not options.pop("non_blocking", False) or not source.numel():
             return _TO(source, *args, **options)
         made = _CLONE(source, memory_format=torch.contiguous_format)
-        if runtime.pins(source):
-            work = runtime.to_device(memory(source).read, lambda: None)
-        else:
+        if not runtime.pins(source):  # from the device; pinned tensors that go there are private
             work = runtime.from_device(memory(runtime.pin(made)), memory(_CLONE(made)))
-        stream_now().queue(work, eager=True)
+            stream_now().queue(work, eager=True)
         return made
 
     def gather_pages(pages: Any, source: Any, size: int, out: Any, *, lines: Any = None) -> None:
