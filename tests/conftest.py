@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -267,8 +268,16 @@ def queued(request: pytest.FixtureRequest) -> object:
 
     device = like_a_gpu()
     request.config.stash[QUEUED] = device
-    device.__enter__()
-    return device
+    return device.__enter__()
+
+
+@pytest.fixture(autouse=True)
+def copies(queued: Any) -> Iterator[None]:
+    """With `--queued`, fail where the source of a copy to the device changed too early."""
+    yield
+    if queued and queued.faults:
+        queued.faults.clear()
+        pytest.fail("memory changed before the copy from it was over")
 
 
 @contextmanager

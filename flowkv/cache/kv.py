@@ -1629,17 +1629,21 @@ class KV:
 
     def close(self) -> None:
         """Detach the model, write all published pages and release everything. Idempotent."""
-        if not self.inherited:
-            self._prove()
-            _run_all(self._closings)
-        self.detach()
+        with ExitStack() as last:  # an error in one of these calls does not skip the others
+            last.callback(self._release)
+            last.callback(self.detach)
+            if not self.inherited:
+                last.callback(_run_all, self._closings)
+                self._prove()
+
+    def _release(self) -> None:
         if self.inherited:
             return  # tiers and their pending answers belong to the parent process
         self.lock.run_deferred()
         with self.lock:
             if self.closed:
                 return
-            with ExitStack() as last:  # an error in one of these calls does not skip the others
+            with ExitStack() as last:
                 if self._ending is not None:
                     last.callback(self._ending.cancel)
                 for trace in self._traces:
@@ -1657,6 +1661,7 @@ class KV:
                 if self._ending is not None and self.planner:
                     last.callback(self._ending.finish, self.planner.store.stack.lost)
                 last.callback(self._flush)  # also pages that closing the sequences encoded
+                last.callback(self._prove)
                 for seq in list(self._open.values()):
                     last.callback(self._close, seq)
                 for account in self._accounts:

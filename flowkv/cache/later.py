@@ -125,10 +125,18 @@ class Pending:
         self._steps += 1
 
     def run_all(self) -> bool:
-        """Do all queued work, and any that it adds; return whether there was any."""
+        """Do all queued work, and any that it adds, also where some raises.
+
+        Returns:
+            Whether there was any.
+        """
         settled = bool(self.work)
-        while self.work:
-            self._do()
+        try:
+            while self.work:
+                self._do()
+        finally:
+            if self.work:
+                self.run_all()
         return settled
 
     def _do(self) -> None:

@@ -11,9 +11,11 @@ import torch
 
 import flowkv
 from tests.cache.audit import audit
+from tests.cache.fakes import lasting
+from tests.cache.test_codecs import PAGE, make, poison, text
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
-from tests.inside import DeviceTimer
+from tests.inside import DeviceTimer, NonFiniteError
 from tests.queued import Runtime, like_a_gpu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,6 +27,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Runtime]:
         yield runtime
         gc.collect()
         assert not runtime.registered, "memory is still registered with the device"
+        assert not runtime.faults
 
 
 def asked(model: torch.nn.Module) -> list[tuple[dict[str, Any], Any]]:
@@ -92,6 +95,22 @@ def test_contexts_beyond_the_device(device: Runtime) -> None:
     with attached(model, gpu="256KiB", host="64MiB", overflow=True) as kv:
         assert_same(generate(model, 30, input_ids=ids), theirs)
         assert kv.planner.overflow.read_bytes > 0
+
+
+@pytest.mark.parametrize(("rows", "recent"), [(1, 0), (3, 8)])
+def test_a_cache_closes_with_all_pages_whatever_cannot_be_encoded(
+    rows: int, recent: int, device: Runtime
+) -> None:
+    """Pages are encoded behind a step, or behind the end of a sequence."""
+    tier, left = lasting(), list[str]()
+    tier.close = lambda: left.append("closed")
+    kv = make("kv8", recent_tokens=recent * PAGE, non_finite="error", tiers=[tier])
+    seqs = [kv.open(text(2 * PAGE, seed)) for seed in range(rows)]
+    for seq in seqs:
+        poison(kv, seq, 1e38)
+    with pytest.raises(NonFiniteError, match="page 1 of layer 1"):
+        kv.close()
+    assert kv.closed and left == ["closed"] and len(list(tier.scan())) == 4 * rows
 
 
 def test_the_time_of_a_prompt_is_that_of_the_device(device: Runtime) -> None:
