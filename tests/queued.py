@@ -233,7 +233,7 @@ def _pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _late(name: str) -> Callable[..., torch.Tensor]:
-    """Return a method of tensors that is a function of the stand-in, which no model's name shows."""
+    """Return a tensor method that is a function of the stand-in, which no model's name shows."""
 
     def called(*args: object, **options: object) -> torch.Tensor:
         found: torch.Tensor = getattr(torch.cuda, name)(*args, **options)
