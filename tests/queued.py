@@ -233,7 +233,7 @@ def _pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _late(name: str) -> Callable[..., torch.Tensor]:
-    """Return a method of tensors that is a function of the stand-in, outside the names of models."""
+    """Return a method of tensors that is a function of the stand-in, which names of models skip."""
 
     def called(*args: object, **options: object) -> torch.Tensor:
         found: torch.Tensor = getattr(torch.cuda, name)(*args, **options)
