@@ -233,7 +233,7 @@ def _pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _late(name: str) -> Callable[..., torch.Tensor]:
-    """Return a tensor method that is a function of the stand-in, which no model's name shows."""
+    """Return a method of tensors that is a function of the stand-in, which names of models skip."""
 
     def called(*args: object, **options: object) -> torch.Tensor:
         found: torch.Tensor = getattr(torch.cuda, name)(*args, **options)
@@ -288,10 +288,10 @@ def like_a_gpu(seed: int = 0) -> Iterator[Runtime]:
         return target
 
     def to(source: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        if not options.pop("non_blocking", False) or not source.numel():
-            return _TO(source, *args, **options)
-        made = _CLONE(source, memory_format=torch.contiguous_format)
-        if not runtime.pins(source):  # from the device; pinned tensors that go there are private
+        late = options.pop("non_blocking", False) and options.get("copy", False)
+        made = _TO(source, *args, **options)
+        if late and made.numel():  # from the device
+            made = made.contiguous()
             work = runtime.from_device(memory(runtime.pin(made)), memory(_CLONE(made)))
             stream_now().queue(work, eager=True)
         return made

@@ -448,7 +448,9 @@ class PagePool:
     # ---- bytes
 
     def page_bytes(self, page: int, n_bytes: int) -> torch.Tensor:
-        """Return a view of a page's memory, uint8 `[n_bytes]`."""
+        """Return a view of a page's memory, uint8 `[n_bytes]`, as `granules` orders it."""
+        if self.copies is not None:
+            self.copies.join()
         first = granule_of(page) * GRANULE_BYTES
         return self.arena[first : first + n_bytes]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ import flowkv
 from tests.cache.audit import audit
 from tests.cache.fakes import lasting
 from tests.cache.test_codecs import PAGE, make, poison, text
+from tests.cache.toy import check_content, make_kv, published
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 from tests.inside import DeviceTimer, NonFiniteError
-from tests.queued import Runtime, like_a_gpu
+from tests.queued import Event, Runtime, like_a_gpu
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,6 +29,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     with like_a_gpu(request.param) as runtime:
         yield runtime
         gc.collect()
+        end_s = time.monotonic() + 10.0
+        while runtime.registered and time.monotonic() < end_s:
+            time.sleep(0.02)  # a thread that makes memory ahead holds it until it ends
+            gc.collect()
         assert not runtime.registered, "memory is still registered with the device"
         assert not runtime.faults
 
@@ -111,6 +118,27 @@ def test_a_cache_closes_with_all_pages_whatever_cannot_be_encoded(
     with pytest.raises(NonFiniteError, match="page 1 of layer 1"):
         kv.close()
     assert kv.closed and left == ["closed"] and len(list(tier.scan())) == 4 * rows
+
+
+def test_an_export_is_behind_copies_that_another_stream_began(
+    device: Runtime, all_is_loaded: None, tmp_path: Path
+) -> None:
+    prompt, archive = [*range(48)], tmp_path / "archive"
+    with make_kv(pages=8, disk=f"{tmp_path}:16MiB", prefetch="off") as kv, make_kv() as heir:
+        for tokens in (prompt, [99, *prompt]):
+            published(kv, tokens)
+            kv.flush()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Event, "query", lambda _: False)  # the copies take their time
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+                waits = kv.prefetch([*prompt, 99])
+                waits.wait()
+            assert waits.arrived > 4
+            kv.export(archive, prompt)
+        assert heir.load(archive).frames == 12
+        with heir.open([*prompt, 99]) as seq:
+            assert seq.reused == 48
+            check_content(heir, seq, prompt)
 
 
 def test_the_time_of_a_prompt_is_that_of_the_device(device: Runtime) -> None:
