@@ -248,6 +248,17 @@ def _only(work: Callable[[], object]) -> Work:
 
 
 @contextmanager
+def _among(kinds: set[str], kind: str) -> Iterator[None]:
+    """Have a kind in a set, inside the block."""
+    new = {kind} - kinds
+    kinds |= new
+    try:
+        yield
+    finally:
+        kinds -= new
+
+
+@contextmanager
 def like_a_gpu(seed: int = 0) -> Iterator[Runtime]:
     """Treat the CPU as a GPU inside the block."""
     current, runtime = threading.local(), Runtime()
@@ -311,13 +322,12 @@ def like_a_gpu(seed: int = 0) -> Iterator[Runtime]:
         held = parts(data, lines, size)
         stream_now().queue(runtime.to_device(lambda: b"".join(x.read() for x in held), move))
 
-    with recorded(), pytest.MonkeyPatch.context() as patch:
+    with recorded(), _among(operands.GPUS, "cpu"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Event, "late", random.Random(seed))
         patch.setattr(graphs, "recorder_of", _RECORDER_OF)
         patch.setattr(door, "recorder_of", _RECORDER_OF)
         for name in ("CHUNK_BYTES", "AHEAD_BYTES"):  # there are many caches, and few pages
             patch.setattr(slots, name, 4 << 20)
-        patch.setattr(operands, "GPUS", {"cuda", "cpu"})
         # Decodes that are prepared read tables in place; a device has copies of them.
         patch.setattr(kernels, "prepare_decode", lambda *_: None)
         for name, part in (

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 import torch
 
 from flowkv.cache.store import PageStore
-from flowkv.kernels.operands import is_gpu
+from flowkv.kernels.operands import GPUS
 
 
 class Later:
@@ -29,7 +29,7 @@ class Later:
         devices = set[torch.device]()
         for value in values:
             if value is not None:
-                if queued := is_gpu(value.device):
+                if queued := value.device.type in GPUS:
                     devices.add(value.device)
                 # With `non_blocking`, torch copies from a GPU into pinned memory.
                 value = value.detach().to("cpu", non_blocking=queued, copy=True)

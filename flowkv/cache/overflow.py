@@ -30,7 +30,7 @@ from flowkv.compiled import compiling
 from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, PageLayout, granule_of, page_layout
 from flowkv.core.memory import own_memory
-from flowkv.kernels.operands import Pages, Ragged, is_gpu, sent
+from flowkv.kernels.operands import GPUS, Pages, Ragged, sent
 from flowkv.tiers.base import Load, Outcome, TierAnswer
 
 LEAST_BYTES, MOST_BYTES, _SHARE = 1 << 20, 1 << 23, 8
@@ -503,7 +503,7 @@ class Overflow:
     def staged(self, group: int, stage: Stage) -> Pages:
         """Return the contents of a stage as pages of one layer."""
         raw, *sealed = (self._layout(group, codec) for codec in self.store.forms[group].layouts)
-        if is_gpu(stage.arena.device):  # the arena may be freed on another stream
+        if stage.arena.device.type in GPUS:  # the arena may be freed on another stream
             stage.arena.record_stream(torch.cuda.current_stream(stage.arena.device))
         return Pages(stage.arena, raw, 0, tuple(sealed))
 

@@ -25,7 +25,7 @@ import torch
 from flowkv.core.digest import DIGEST_BYTES
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.kernels import dispatch
-from flowkv.kernels.operands import is_gpu, sent
+from flowkv.kernels.operands import GPUS, sent
 from flowkv.tiers.slots import SlotPool
 
 # Order of the copies between pinned memory and a device.
@@ -248,7 +248,7 @@ class Copies:
 
     def _pinned(self, count: int, n_bytes: int) -> torch.Tensor:
         """Return rows of torch's own pinned memory."""
-        pin = is_gpu(self.pages.device)
+        pin = self.pages.device.type in GPUS
         return self.pages.new_empty((count, n_bytes), pin_memory=pin, device="cpu")
 
     def _digests(self, count: int, n_bytes: int) -> torch.Tensor:

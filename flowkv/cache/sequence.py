@@ -24,7 +24,7 @@ from flowkv.cache.index import Block, Saved, SwappedCopy
 from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, ConfigError
 from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
-from flowkv.kernels.operands import is_gpu, sent
+from flowkv.kernels.operands import GPUS, sent
 from flowkv.policy.base import (
     CUT_OFF,
     NEVER_NS,
@@ -483,7 +483,7 @@ class Tables:
         It is copied on the stream that reads it, and so anew for another stream.
         """
         device = self.devices[group]
-        at = self.version, torch.cuda.current_stream(device) if is_gpu(device) else None
+        at = self.version, torch.cuda.current_stream(device) if device.type in GPUS else None
         if self._device_tables.get(group, (None,))[0] != at:
             self._device_tables[group] = at, sent(torch.from_numpy(self.pages[group]), device)
         return self._device_tables[group][1]

@@ -24,7 +24,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import Namespace
-from flowkv.kernels.operands import is_gpu
+from flowkv.kernels.operands import GPUS
 from flowkv.observe.metrics import Level
 from flowkv.policy.base import Learner
 from flowkv.policy.hedge import Hedge
@@ -66,7 +66,7 @@ def link_pools(pools: Iterable[PagePool], tiers: Iterable[Tier]) -> None:
     """Give pools on GPUs a copier of pages that uses the memory of the host tier."""
     slots = next((tier.slots for tier in tiers if isinstance(tier, HostTier)), None)
     for pool in pools:
-        if is_gpu(pool.device):
+        if pool.device.type in GPUS:
             pool.copies = open_copies(CudaStreams(pool.device), pool.arena, slots)
 
 

@@ -28,7 +28,7 @@ from flowkv.core.errors import ConfigError, GeometryError, NonFiniteError, State
 from flowkv.core.geometry import CODEC_SHIFT, LayerGroup
 from flowkv.kernels.cascade import Cascade, shared_prefixes
 from flowkv.kernels.dispatch import is_checking
-from flowkv.kernels.operands import Pages, Ragged, is_gpu, sent
+from flowkv.kernels.operands import GPUS, Pages, Ragged, sent
 from flowkv.policy.pages import Importance
 
 # A step split into rows of one new token each, which attend as if they were decoded.
@@ -372,7 +372,7 @@ class Step:
         device = planner.tables.devices[0]
         self._coming = [*filter(_RESTORATION, self.seqs)]
         timed = self.advance.most_new >= planner.page_size or self._coming
-        self._timer = DeviceTimer(device) if timed and is_gpu(device) else None
+        self._timer = DeviceTimer(device) if timed and device.type in GPUS else None
         if self._coming:  # layers wait for pages that are not loaded yet
             waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
             self.awaits = partial(_all, waits)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flowkv.cache.later import Later
 from flowkv.core.errors import ConfigError, NonFiniteError
 from flowkv.engine.request import Request, is_number, is_whole, yours
-from flowkv.kernels.operands import is_gpu
+from flowkv.kernels.operands import GPUS
 
 
 class Choice(Protocol):
@@ -167,7 +167,7 @@ class UnreadTokens:
 
 def runs_behind(logits: torch.Tensor) -> bool:
     """Return whether logits may still be in computation, so that reading them would wait."""
-    return is_gpu(logits.device)
+    return logits.device.type in GPUS
 
 
 def _largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:

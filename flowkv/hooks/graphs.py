@@ -25,7 +25,7 @@ from flowkv.cache.block_table import Advance, Planner
 from flowkv.cache.kv import KV
 from flowkv.cache.step import CURRENT, Step
 from flowkv.core.config import Config
-from flowkv.kernels.operands import Ragged, is_gpu
+from flowkv.kernels.operands import GPUS, Ragged
 from flowkv.naming.identity import modes
 
 EAGER_STEPS = 2
@@ -113,7 +113,7 @@ class CudaRecorder:
 
 def recorder_of(device: torch.device) -> CudaRecorder | None:
     """Return a recorder of steps on a device; None if the device has none."""
-    return CudaRecorder(device) if is_gpu(device) else None
+    return CudaRecorder(device) if device.type in GPUS else None
 
 
 class StepShape(NamedTuple):
@@ -176,7 +176,7 @@ class StaticStep(Step):
         groups, rows, count = len(planner.geometry.groups), shape.rows, shape.rows * shape.new
         self.shape = shape
         n_numbers = groups * rows + rows + 1
-        pinned = is_gpu(device)
+        pinned = device.type in GPUS
         self._buffer = torch.zeros(
             2 * count + rows + (n_numbers + 1) // 2, dtype=torch.int64, device=device
         )
@@ -447,7 +447,7 @@ class GraphedForward:
 
     def _follow_stream(self, device: torch.device) -> None:
         """Let the device wait for steps that another stream replays from the same buffers."""
-        if is_gpu(device):
+        if device.type in GPUS:
             current = torch.cuda.current_stream(device)
             if self._stream is not None and self._stream != current:
                 current.wait_stream(self._stream)
@@ -487,7 +487,8 @@ class GraphedForward:
             return None
         static = StaticStep(step.planner, shape, logits.device)
         static.fill(step, ids, positions)
-        there, padded, alike = [*_written(step)], ids.numel() < shape.tokens, False
+        with step.planner.guard:
+            there, padded, alike = [*_written(step)], ids.numel() < shape.tokens, False
         kept = [x.clone() for x in there]
         try:
             out = recorder.record(lambda: self._call(static))
@@ -508,7 +509,7 @@ class GraphedForward:
 
     def _keep(self, shape: StepShape, graph: _Graph) -> None:
         device = graph.logits.device
-        total = torch.cuda.mem_get_info(device)[1] if is_gpu(device) else 1 << 40
+        total = torch.cuda.mem_get_info(device)[1] if device.type in GPUS else 1 << 40
         most_bytes = self._config.graph_bytes(total)
         self._graphs[shape] = graph
         self._report["captured"] += 1

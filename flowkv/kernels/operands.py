@@ -14,12 +14,7 @@ import torch
 from flowkv.core.geometry import PageLayout
 
 GPUS = {"cuda"}
-"""Types of devices that compute beside their host, in the order of streams."""
-
-
-def is_gpu(device: torch.device) -> bool:
-    """Return whether work on a device is queued, and runs later than the host's code."""
-    return device.type in GPUS
+"""Types of devices that compute beside their host: queued work runs later than the host's code."""
 
 
 def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -27,7 +22,7 @@ def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     A copy out of memory that is not pinned makes the host wait for its stream.
     """
-    if not is_gpu(device) or host.device.type != "cpu":
+    if device.type not in GPUS or host.device.type != "cpu":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
