@@ -72,7 +72,8 @@ _CONTAINERS = (tuple, list, set, frozenset, dict, OrderedDict)
 LIBRARIES = frozenset(
     """torch transformers numpy flowkv accelerate peft bitsandbytes torchao optimum hqq
     compressed_tensors gptqmodel awq auto_round kernels flash_attn causal_conv1d mamba_ssm fla
-    triton huggingface_hub safetensors tokenizers packaging tqdm regex typing_extensions""".split()
+    triton huggingface_hub safetensors tokenizers packaging tqdm regex typing_extensions
+    kvpress""".split()
 )
 """Packages with a release that stands for their code, while loaded code agrees with their files."""
 _CHECKPOINTS = "transformers_modules"
@@ -1361,6 +1362,12 @@ def _text_of(module: str) -> str:
         text = path.read_bytes()
         state.update(f"{path.name} {len(text)}\0".encode() + text)
     return state.hexdigest()
+
+
+def code_of(cls: type) -> str:
+    """Return the release of a class's package and a digest of its files; "" without a file."""
+    release = _release(cls.__module__.partition(".")[0])
+    return f"{release} {_text_of(cls.__module__)}" if _file_of(cls.__module__) else ""
 
 
 def _name(cls: Any) -> str:

@@ -444,7 +444,7 @@ def attend(
             observer(query, arguments)
     elif type(value) is PagedView and key.gathered is None:
         layer = key.layer
-        if layer.rows.thinning is not None:
+        if layer.rows.thinning is not None and layer.rows.thinning.policy.queries:
             layer.rows.thinning.observe(layer.index, query, arguments)
         if value.layer is layer and _plain(key, attention_mask, arguments, _OBEYED[previous]):
             say = arguments.get

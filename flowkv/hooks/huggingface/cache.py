@@ -449,7 +449,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.extend(key_states, value_states):
             return self.to_native().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         if rows.base == 0:
-            if rows.thinning is not None:
+            if rows.thinning is not None and rows.thinning.policy.queries:
                 setattr(key_states, OBSERVER, partial(rows.thinning.observe, self.index))
             return key_states, value_states
         if not self.placed.in_pages:
@@ -1224,7 +1224,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     def thin(self) -> None:
         """Remove tokens from the rows by `thinning`, between two forwards; only once."""
         thinning, self.rows.thinning = self.rows.thinning, None
-        thinning.apply(self.rows, {layer.index: layer for layer in self.paged})
+        thinning.apply(self)
         self.follow()
 
     # ---- operations of generation

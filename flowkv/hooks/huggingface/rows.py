@@ -152,6 +152,11 @@ class Rows:
         self._next_full = int((self.pads + filled + size).min(initial=1 << 62))
 
     @property
+    def prompted(self) -> int:
+        """Columns of which the token ids are known."""
+        return self._known
+
+    @property
     def padded(self) -> Iterator[tuple[Sequence, int]]:
         """Pairs of each row's sequence and number of padding columns."""
         return zip(self.seqs, self.pads.tolist(), strict=True)
@@ -459,6 +464,16 @@ class Rows:
         finally:
             if any(seq.dropped for seq in self.seqs):
                 self.disable_publishing()
+
+    def replace(self, seqs: Items[Sequence], columns: int) -> None:
+        """Go on at a column with other sequences, which lost tokens and are not published."""
+        self.abandon()
+        self.land()
+        self._last, old = None, list(self.seqs)
+        self.seqs[:] = seqs
+        close_all(old)
+        self.disable_publishing()
+        self.rebase(columns)
 
     def refuse_thinned(self, wish: str) -> None:
         """Check that no tokens were removed from the rows.

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from flowkv.cache.kv import warn
 from flowkv.core.errors import CapacityError, ConfigError, FlowKVError, GeometryError
+from flowkv.hooks.huggingface.press import Press
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.policy.sparsify import Sparsifier
 
@@ -49,13 +50,17 @@ class Thinning:
         """Drop the stored queries after a rollback of their tokens."""
         self._seen.clear()
 
-    def apply(self, rows: Rows, layers: dict[int, Any]) -> None:
+    def due(self, rows: Rows, call: Any) -> bool:
+        """Return whether the prompt is computed, and the answer begins with a forward."""
+        return bool(rows.forwards) and call.columns == 1
+
+    def apply(self, cache: Any) -> None:
         """Drop tokens of all rows, between two forwards; warn of rows that must keep all of them.
 
         Args:
-            rows: The rows, which are not published from now on.
-            layers: Their layers in pages, by the model's layer index.
+            cache: The cache, of which nothing is published from now on.
         """
+        rows, layers = cache.rows, {layer.index: layer for layer in cache.paged}
         for index, layer in layers.items():
             if not layer.placed.in_pages or (self.policy.queries and index not in self._seen):
                 self._refuse(rows, f"the attention of layer {index} is not over pages")
@@ -120,7 +125,7 @@ class Thinning:
         return weights.mean((2, 3))
 
 
-def check_thinnable(door: Any, policy: Sparsifier, reads: str) -> None:
+def check_thinnable(door: Any, policy: Sparsifier | Press, reads: str) -> None:
     """Check that a policy can drop tokens from the cache of an attached model.
 
     Raises:
@@ -135,6 +140,8 @@ def check_thinnable(door: Any, policy: Sparsifier, reads: str) -> None:
         problem = f"layers that are {' or '.join(odd)} have no tokens to choose among"
     elif door.kv.config.overflow:
         problem = "overflow=True keeps all of a prompt, wherever it lies"
+    elif door.kv.config.audit and isinstance(policy, Press):
+        problem = "audit= computes pages exactly, and would take pruned ones for wrong"
     elif reads != "auto":
         problem = f"reads={reads!r} gathers K and V of all columns, dropped ones included"
     elif not all(placed.in_pages for placed in plan.placed.values()):
@@ -150,3 +157,5 @@ def check_thinnable(door: Any, policy: Sparsifier, reads: str) -> None:
             "Leave sparsify out; it is for models with layers that all see the whole context and "
             "attend by 'sdpa' or 'eager'",
         )
+    if isinstance(policy, Press):
+        policy.check(door)
