@@ -302,13 +302,18 @@ def test_settings_name_a_press() -> None:
 
 REAL = """
 import sys
-import torch, kvpress, flowkv
+import torch, flowkv
 from flowkv.core.errors import FlowKVError
 from tests.hooks import models
 from tests.hooks.test_press import NEW, QUESTIONS, alone, ask, assert_same, attached, distinct
 from tests.hooks.test_press import foreign, generate, reused
 
 ids, place, again = distinct(200), sys.argv[1], sys.argv[2] == "again"
+model = models.causal("llama")
+with attached(model):  # kvpress wraps what is registered when it is imported
+    before = generate(model, NEW, input_ids=ids)
+    import kvpress
+    assert_same(generate(model, NEW, input_ids=ids), before)
 makers = {
     "knorm": lambda: kvpress.KnormPress(0.6),
     "snapkv": lambda: kvpress.SnapKVPress(0.6),

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -550,6 +550,9 @@ class Switch:
             if self._forwards > 1 or self.reason:
                 return
             register()
+            for name in FALLBACKS:
+                with suppress(KeyError):  # kvpress wraps all that is registered at its import
+                    del ALL_ATTENTION_FUNCTIONS[PREFIX + name]
             for held, known in self._configs:
                 # An implementation that was set meanwhile has not been checked for obstacles.
                 if held[_CHOSEN] == known:
