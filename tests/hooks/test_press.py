@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from flowkv.hooks.huggingface.press import Press, _positions
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, foreign, generate, reused
 from tests.hooks.test_sparsify import distinct
-from tests.inside import ConfigError
+from tests.inside import ConfigError, StateError
 
 NEW = 6
 LIBRARY = importlib.util.find_spec("kvpress") is not None
@@ -223,6 +224,54 @@ def test_other_tenants_and_private_models_do_not_share(
         assert runs == [140, 140]
 
 
+@pytest.mark.usefixtures("all_is_loaded")
+def test_what_is_forgotten_is_gone(
+    model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, place = distinct(140), f"{tmp_path}/kv:64MiB"
+    for prefix in (140, 30):
+        with attached(model, sparsify=Stub(0.6), disk=place) as kv:
+            runs = presses(kv, monkeypatch)
+            ask(model, kv, ids, QUESTIONS[0])
+            assert runs == [140]
+            assert kv.stats()["blocks"]
+            kv.flush()
+            kv.forget(ids[0, :prefix].tolist())
+            assert kv.stats()["blocks"] == 0
+            ask(model, kv, ids, QUESTIONS[0])
+            assert runs == [140, 140]
+            kv.forget(ids[0].tolist())
+
+
+def test_a_copy_goes_on_by_itself(model: Any) -> None:
+    ids = distinct(140)
+    wanted = [alone(model, Stub(0.6), ids, question) for question in QUESTIONS]
+    with attached(model, sparsify=Stub(0.6)) as kv, torch.no_grad():
+        cache = kv.cache(input_ids=ids)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        for question, one in zip(QUESTIONS, wanted, strict=True):
+            twin = copy.deepcopy(cache)
+            found = [model(question, past_key_values=twin).logits[:, -1]]
+            again = copy.deepcopy(twin)
+            for step in (twin, again):
+                out = model(found[0].argmax(-1)[None], past_key_values=step).logits[:, -1]
+                assert_same(Answer(ids, [*found, out]), Answer(ids, one.logits[:2]))
+                step.close()
+        cache.close()
+
+
+def test_threads_do_not_see_the_press(model: Any) -> None:
+    ids, other = distinct(140), distinct(200, 7)
+    wanted, question = alone(model, Stub(0.6), ids, QUESTIONS[0]), alone(model, Stub(0.6), other)
+    with attached(model, sparsify=Stub(0.6)) as kv, ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask, model, kv, ids, QUESTIONS[0]) for _ in range(4)]
+        plain = [pool.submit(generate, model, NEW, input_ids=other) for _ in range(4)]
+        for one in asked:
+            assert_same(one.result(), wanted)
+        for one in plain:
+            assert_same(one.result(), question)
+
+
 def test_padded_rows_and_beams(model: Any) -> None:
     short, long = distinct(90, 4), distinct(130)
     rows = torch.cat([torch.nn.functional.pad(short, (40, 0)), long])
@@ -247,8 +296,11 @@ def test_what_a_press_does_not_see_is_left_whole(model: Any) -> None:
     ids = distinct(100)
     with attached(model, sparsify=Stub(0.6)) as kv:
         cache = kv.cache(input_ids=ids)
-        with torch.no_grad(), pytest.raises(flowkv.FlowKVError, match="logits_to_keep=1"):
+        with torch.no_grad(), pytest.raises(StateError, match="logits_to_keep=1"):
             model(torch.cat([ids, QUESTIONS[0]], 1), past_key_values=cache)
+        other = torch.cat([distinct(100, 8), QUESTIONS[0]], 1)
+        with pytest.raises(StateError, match="the same context"):
+            generate(model, NEW, input_ids=other, past_key_values=cache)
         cache.close()
     exact = generate(model, NEW, input_ids=ids)
     press = Stub(0.6)

@@ -34,7 +34,7 @@ from flowkv.hooks.huggingface.cache import BY_COLUMN
 from flowkv.hooks.huggingface.calibrate import calibrating
 from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, name_pages, warn_inherited
 from flowkv.hooks.huggingface.inputs import Names
-from flowkv.hooks.huggingface.press import make_press
+from flowkv.hooks.huggingface.press import Press, make_press
 from flowkv.hooks.huggingface.probe import (
     encoder_inputs,
     native_cache,
@@ -148,6 +148,8 @@ def attach(
             if sparsifier is not None:
                 check_thinnable(door, sparsifier, reads)
                 door.sparsifier = sparsifier
+            if isinstance(sparsifier, Press):
+                follow(kv, unlearn=partial(sparsifier.unlearn, kv))
             if rule is not None:
                 door.blending = Blending(door, rule, edits=reuse == "edits", max_kl=max_kl)
                 door.blending.follow(kv)

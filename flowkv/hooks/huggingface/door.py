@@ -723,7 +723,7 @@ class ForwardHook:
         rows = Rows(self.kv, seqs, pads, base, layers=layers, trusted=self.trusted)
         rows.lengths = self._lengths()
         if isinstance(self.sparsifier, Press):
-            rows.thinning = self.sparsifier.begin(rows.prompted)
+            rows.thinning = self.sparsifier.begin(max(len(s.tokens) + n for s, n in rows.padded))
         elif self.sparsifier is not None:
             rows.thinning = Thinning(self.sparsifier)
         return rows

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowkv.cache.kv import count_tokens, plan, warn
+from flowkv.cache.kv import KV, count_tokens, plan, warn
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import stand_for
 from flowkv.core.errors import ConfigError, FlowKVError, StateError
-from flowkv.core.keys import Salt
+from flowkv.core.keys import Salt, as_tokens
 from flowkv.hooks.huggingface.probe import (
     execution_device,
     native_cache,
@@ -67,6 +67,7 @@ class Press:
         name: Name of its class.
         queries: 0: no attention of a prompt's last tokens is asked for.
         share: 1.0: all layers keep equally many tokens, and are paged together.
+        contexts: Tokens of the prompts that were pruned or found here, as bytes.
 
     Raises:
         ConfigError: It cannot be named, or drops tokens in a way that pages cannot hold.
@@ -79,6 +80,7 @@ class Press:
         for one in _nested(self.given):
             if why := _MOVED.get(type(one).__name__):
                 raise ConfigError(f"{type(one).__name__} {why}", _REMEDY)
+        self.contexts: dict[bytes, None] = {}
         self._words = json.dumps(_words(self.given), sort_keys=True).encode()
 
     def share_of(self, layer: int) -> float:
@@ -151,6 +153,13 @@ class Press:
         state.update(tokens.astype("<u4").tobytes())
         return Salt(0, state.digest())
 
+    def unlearn(self, kv: KV, tokens: Any, tenant: str | None) -> int:
+        """Erase what is left of a prompt, and of those known here that go on from it; count it."""
+        start = as_tokens(tokens).tobytes()
+        found = [key for key in self.contexts if key.startswith(start)]
+        every = [np.frombuffer(key, np.uint32) for key in dict.fromkeys([start, *found])]
+        return sum(kv.forget(ids, tenant=tenant, salts=[self.salt(ids)]) for ids in every)
+
 
 class Pressing:
     """Press of one cache, until the tokens behind its prompt come.
@@ -177,20 +186,26 @@ class Pressing:
         """Return whether a forward goes on behind the prompt.
 
         Raises:
-            StateError: Logits of the prompt are wanted with those of tokens behind it.
+            StateError: It has tokens of the prompt, too, and wants their logits, or they differ.
         """
-        behind = rows.base + call.columns - self.columns
-        if 0 < behind < call.columns and not (call.skippable and call.keep <= behind):
+        behind, remedy = rows.base + call.columns - self.columns, ""
+        if 0 < behind < call.columns:
+            if not (call.skippable and call.keep <= behind):
+                remedy = "Pass logits_to_keep=1, as generate does, or the context by itself"
+            elif not rows.known(call.ids):
+                remedy = "Give kv.cache(...) and generate the same context"
+        if remedy:
             raise StateError(
-                f"a forward asks for results of the {self.columns} tokens of a context that "
-                f"{self.policy.name} prunes, and of tokens behind it",
-                "Pass logits_to_keep=1, as generate does, or the context in a forward of its own",
+                f"a forward over {self.columns} tokens of a context that {self.policy.name} prunes "
+                "asks for their results, or has others, and goes on behind them",
+                remedy,
             )
         return behind > 0
 
     def apply(self, cache: Any) -> None:
         """Replace the rows of a cache by what the press leaves; warn of rows that stay whole."""
         rows, pruned = cache.rows, list[Sequence]()
+        rows.flush()
         try:
             more = rows.blind or rows.by_column or rows.shifts.any() or bool(cache.options)
             if more or any(seq.salts for seq in rows.seqs):
@@ -210,9 +225,9 @@ class Pressing:
         Its pages are found by their name, up to the state that ends them, or else computed.
         """
         kv, door, ids = cache.rows.kv, cache.door, seq.tokens[:length].copy()
-        room, lease = np.zeros(length, np.uint32), cache.care.get("lease", "")
-        name, tenant = [self.policy.salt(ids)], seq.owner
-        found = kv.open(room, tenant=tenant, salts=name, limit=length, state=True, lease=lease)
+        self.policy.contexts[ids.tobytes()] = None
+        name, lease = [self.policy.salt(ids)], cache.care.get("lease", "")
+        found = kv.open(ids, tenant=seq.owner, salts=name, limit=length, state=True, lease=lease)
         with closed_on_error([found]):
             # What is left was counted as the prompt itself.
             count_tokens(kv, -length, -found.reused + (length - seq.length) * bool(found.length))
@@ -224,7 +239,7 @@ class Pressing:
                 count = len(next(iter(kept.values()))[0])
                 with torch.no_grad(), plan(kv, [found], [count]) as step:
                     step.audits = True  # its time is no measure of computing prompts
-                    step.give(room[:count])
+                    step.give(ids[:count])
                     for layer, (k, v) in kept.items():
                         step.write(layer, k.contiguous(), v.contiguous())
                     found.publishable = step.vouched = again and door.trusted()

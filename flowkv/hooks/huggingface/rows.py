@@ -152,11 +152,6 @@ class Rows:
         self._next_full = int((self.pads + filled + size).min(initial=1 << 62))
 
     @property
-    def prompted(self) -> int:
-        """Columns of which the token ids are known."""
-        return self._known
-
-    @property
     def padded(self) -> Iterator[tuple[Sequence, int]]:
         """Pairs of each row's sequence and number of padding columns."""
         return zip(self.seqs, self.pads.tolist(), strict=True)
@@ -474,6 +469,10 @@ class Rows:
         close_all(old)
         self.disable_publishing()
         self.rebase(columns)
+
+    def known(self, ids: torch.Tensor) -> bool:
+        """Return whether the next columns agree with the known tokens, as far as those go."""
+        return _follows(self, ids.detach().cpu().numpy(), self.base)
 
     def refuse_thinned(self, wish: str) -> None:
         """Check that no tokens were removed from the rows.
