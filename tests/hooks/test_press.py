@@ -24,6 +24,8 @@ from tests.hooks.test_sparsify import distinct
 from tests.inside import ConfigError, StateError
 
 NEW = 6
+LOADED: dict[float, float] = {}
+"""What presses load, by what they ask for."""
 LIBRARY = importlib.util.find_spec("kvpress") is not None
 needs_library = pytest.mark.skipif(not LIBRARY, reason="kvpress is not installed")
 
@@ -35,6 +37,7 @@ class Stub:
     Attributes:
         compression_ratio: The part that is dropped.
         scale: Factor of the values, as merging presses change them.
+        loads: What it loads for a model, as presses do that were trained.
         odd: How it leaves what pages cannot hold: "", "layers", "masks", "none", "nan" or "raises".
     """
 
@@ -42,6 +45,8 @@ class Stub:
     scale: float = 1.0
     odd: str = ""
     held: list[Any] = field(default_factory=list)
+    loads: float = 0.0
+    loaded: Any = None
 
     def compress(
         self, module: Any, hidden: Any, keys: Any, values: Any, weights: Any, kwargs: Any
@@ -73,6 +78,7 @@ class Stub:
     @contextmanager
     def __call__(self, model: Any) -> Any:
         """Prune what a prefill inside of the block leaves."""
+        self.loaded = torch.full((3,), LOADED.get(self.loads, 0.0))
         handles = []
         for layer in model.model.layers:
             layer.self_attn.rotary_emb = model.model.rotary_emb
@@ -170,6 +176,7 @@ def test_a_context_is_pressed_once_and_shared(model: Any, monkeypatch: pytest.Mo
             generate(model, NEW, input_ids=whole, past_key_values=cache)
         assert runs == [140]
         assert reused(kv) == 140, "by the second question"
+        assert [cache.reused for cache in open_ones] == [0, 140]
         first, second = (cache.rows.seqs[0] for cache in open_ones)
         shared = [a for a, b in zip(first.blocks[0], second.blocks[0], strict=True) if a and a is b]
         assert len(shared) == 56 // 16, "all pages that the 56 tokens fill"
@@ -350,6 +357,20 @@ def test_settings_name_a_press() -> None:
     names = {Press(one).salt(ids).digest for one in ones} | {Press(Stub()).salt(ids + 1).digest}
     assert len(names) == len(ones) + 1
     assert Press(Stub()).salt(ids) == Press(Stub()).salt(ids.copy())
+
+
+def test_what_a_press_loads_names_it(
+    model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, place, ran = distinct(140), f"{tmp_path}/kv:64MiB", list[int]()
+    for content in (1.0, 2.0):
+        monkeypatch.setitem(LOADED, 7.0, content)
+        with attached(model, sparsify=Stub(0.6, loads=7.0), disk=place) as kv:
+            runs = presses(kv, monkeypatch)
+            ask(model, kv, ids, QUESTIONS[0])
+            ran += runs
+            kv.flush()
+    assert ran == [140, 140]
 
 
 REAL = """

@@ -81,7 +81,7 @@ class Press:
             if why := _MOVED.get(type(one).__name__):
                 raise ConfigError(f"{type(one).__name__} {why}", _REMEDY)
         self.contexts: dict[bytes, None] = {}
-        self._words = json.dumps(_words(self.given), sort_keys=True).encode()
+        self._words = _words_of(self.given)
 
     def share_of(self, layer: int) -> float:
         """Return 1.0, see `share`."""
@@ -92,10 +92,10 @@ class Press:
         return Pressing(self, columns)
 
     def check(self, door: Any) -> None:
-        """Check by a trial that a press and a model fit.
+        """Check by a trial that a press and a model fit, and name what the press loads for it.
 
         Raises:
-            ConfigError: They do not.
+            ConfigError: They do not, or what it loads cannot be named.
         """
         most = getattr(door.model.config.get_text_config(), "max_position_embeddings", None)
         ids = ordinary_tokens(door.model, door.names, min(_TRIAL_TOKENS, most or _TRIAL_TOKENS))
@@ -105,6 +105,9 @@ class Press:
             raise ConfigError(error.problem, error.remedy) from error
         if len(next(iter(kept.values()))[0]) == ids.shape[1]:
             raise ConfigError(f"{self.name} drops no token of a prompt of {ids.shape[1]}", _REMEDY)
+        settled = copy.deepcopy(self.given)
+        with settled(_twin(door.model)):
+            self._words = _words_of(settled)
 
     def run(self, door: Any, ids: torch.Tensor) -> tuple[Kept, bool]:
         """Return what is left of a prompt, and whether the same prompt would leave the same.
@@ -229,8 +232,9 @@ class Pressing:
         name, lease = [self.policy.salt(ids)], cache.care.get("lease", "")
         found = kv.open(ids, tenant=seq.owner, salts=name, limit=length, state=True, lease=lease)
         with closed_on_error([found]):
-            # What is left was counted as the prompt itself.
-            count_tokens(kv, -length, -found.reused + (length - seq.length) * bool(found.length))
+            # What is left was counted as a part of the prompt.
+            taken = length - seq.length if found.length else 0
+            count_tokens(kv, -length, taken - found.reused)
             if not found.length:
                 device = execution_device(door.model)
                 kept, again = self.policy.run(
@@ -246,6 +250,7 @@ class Pressing:
                 kv.save_state(found, {"tokens": length})
             with kv.lock:
                 stand_for(found, seq, length)
+            found.reused += taken
         return found
 
 
@@ -313,6 +318,10 @@ def _nested(given: Any) -> Iterator[Any]:
         for one in held if isinstance(held, (list, tuple)) else (held,):
             if callable(getattr(one, "compress", None)):
                 yield from _nested(one)
+
+
+def _words_of(press: Any) -> bytes:
+    return json.dumps(_words(press), sort_keys=True).encode()
 
 
 def _words(value: Any) -> Any:
