@@ -30,7 +30,7 @@ from bench.perplexity import contexts
 from bench.real import english, load
 from flowkv.cli.arguments import AddVerb, names
 from flowkv.core.errors import ConfigError
-from flowkv.hooks.huggingface.press import make_press
+from flowkv.hooks.huggingface.press import Pressing, make_press
 from flowkv.policy.sparsify import SPARSIFIERS, KeepLatest, SnapKV, Sparsifier
 from flowkv.report.screen import Screen
 
@@ -163,7 +163,7 @@ def thinned(cache: Any, rule: Sparsifier | Pressed | None) -> Any:
     if rule is None:
         twin.rows.thinning = None
     elif isinstance(rule, Pressed):
-        twin.rows.thinning = rule.press.begin(twin.rows.base)
+        twin.rows.thinning = Pressing(rule.press, twin.rows.base)
     else:
         twin.rows.thinning.policy = rule
     return twin

@@ -17,11 +17,10 @@ import torch
 from transformers import DynamicCache
 
 import flowkv
-from flowkv.hooks.huggingface.press import Press, _positions
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, foreign, generate, reused
 from tests.hooks.test_sparsify import distinct
-from tests.inside import ConfigError, StateError
+from tests.inside import ConfigError, Press, StateError, with_positions
 
 NEW = 6
 LOADED: dict[float, float] = {}
@@ -105,7 +104,7 @@ def alone(
     """What kvpress answers: a plain prefill under the press, then greedy tokens without it."""
     model = copy.deepcopy(model)  # the press leaves submodules behind
     cache, given, logits = DynamicCache(), ids, []
-    with _positions(model), press(model):
+    with with_positions(model), press(model):
         out = model(ids, past_key_values=cache).logits[:, -1]
     end = ids.shape[1]
     if question is not None:
@@ -156,13 +155,13 @@ def test_the_answer_is_the_press_s_own(model: Any, length: int, scale: float) ->
 
 def presses(kv: flowkv.KV, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list to which every run of a press on a prompt appends the prompt's tokens."""
-    runs, run = list[int](), Press.run
+    runs, run = list[int](), Press.prefill
 
     def counted(press: Press, door: Any, ids: torch.Tensor) -> Any:
         runs.append(ids.shape[1])
         return run(press, door, ids)
 
-    monkeypatch.setattr(Press, "run", counted)
+    monkeypatch.setattr(Press, "prefill", counted)
     return runs
 
 

@@ -149,6 +149,7 @@ def attach(
                 check_thinnable(door, sparsifier, reads)
                 door.sparsifier = sparsifier
             if isinstance(sparsifier, Press):
+                sparsifier.settle(door)
                 follow(kv, unlearn=partial(sparsifier.unlearn, kv))
             if rule is not None:
                 door.blending = Blending(door, rule, edits=reuse == "edits", max_kl=max_kl)

@@ -451,7 +451,7 @@ def attend(
             observer(query, arguments)
     elif type(value) is PagedView and key.gathered is None:
         layer = key.layer
-        if layer.rows.thinning is not None and layer.rows.thinning.policy.queries:
+        if layer.rows.thinning is not None:
             layer.rows.thinning.observe(layer.index, query, arguments)
         if value.layer is layer and _plain(key, attention_mask, arguments, _OBEYED[previous]):
             say = arguments.get

@@ -449,7 +449,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.extend(key_states, value_states):
             return self.to_native().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         if rows.base == 0:
-            if rows.thinning is not None and rows.thinning.policy.queries:
+            if rows.thinning is not None:
                 setattr(key_states, OBSERVER, partial(rows.thinning.observe, self.index))
             return key_states, value_states
         if not self.placed.in_pages:

@@ -27,7 +27,7 @@ from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, usual
 from flowkv.hooks.huggingface.packing import PackedCall
-from flowkv.hooks.huggingface.press import Press
+from flowkv.hooks.huggingface.press import Press, Pressing
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
     NOTHING,
@@ -723,7 +723,8 @@ class ForwardHook:
         rows = Rows(self.kv, seqs, pads, base, layers=layers, trusted=self.trusted)
         rows.lengths = self._lengths()
         if isinstance(self.sparsifier, Press):
-            rows.thinning = self.sparsifier.begin(max(len(s.tokens) + n for s, n in rows.padded))
+            columns = max(len(seq.tokens) + pad for seq, pad in rows.padded)
+            rows.thinning = Pressing(self.sparsifier, columns)
         elif self.sparsifier is not None:
             rows.thinning = Thinning(self.sparsifier)
         return rows

@@ -30,7 +30,8 @@ from flowkv.hooks.huggingface.probe import (
     ordinary_tokens,
     quiet,
 )
-from flowkv.hooks.huggingface.rows import closed_on_error
+from flowkv.hooks.huggingface.rows import closed_on_error, goes_on, replace_all
+from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.naming.computation import code_of
 from flowkv.naming.identity import drawn
 
@@ -87,11 +88,7 @@ class Press:
         """Return 1.0, see `share`."""
         return self.share
 
-    def begin(self, columns: int) -> Pressing:
-        """Return the pressing of a cache whose prompt, of so many columns, is the context."""
-        return Pressing(self, columns)
-
-    def check(self, door: Any) -> None:
+    def settle(self, door: Any) -> None:
         """Check by a trial that a press and a model fit, and name what the press loads for it.
 
         Raises:
@@ -100,7 +97,7 @@ class Press:
         most = getattr(door.model.config.get_text_config(), "max_position_embeddings", None)
         ids = ordinary_tokens(door.model, door.names, min(_TRIAL_TOKENS, most or _TRIAL_TOKENS))
         try:
-            kept, _ = self.run(door, ids)
+            kept, _ = self.prefill(door, ids)
         except PressError as error:
             raise ConfigError(error.problem, error.remedy) from error
         if len(next(iter(kept.values()))[0]) == ids.shape[1]:
@@ -109,7 +106,7 @@ class Press:
         with settled(_twin(door.model)):
             self._words = _words_of(settled)
 
-    def run(self, door: Any, ids: torch.Tensor) -> tuple[Kept, bool]:
+    def prefill(self, door: Any, ids: torch.Tensor) -> tuple[Kept, bool]:
         """Return what is left of a prompt, and whether the same prompt would leave the same.
 
         Args:
@@ -125,7 +122,7 @@ class Press:
             given["logits_to_keep"] = 1
         try:
             model = _twin(door.model)
-            with quiet(model), _positions(model):
+            with quiet(model), with_positions(model):
                 with copy.deepcopy(self.given)(model):
                     model(**given)
                 drew = drawn() != before
@@ -164,7 +161,7 @@ class Press:
         return sum(kv.forget(ids, tenant=tenant, salts=[self.salt(ids)]) for ids in every)
 
 
-class Pressing:
+class Pressing(Thinning):
     """Press of one cache, until the tokens behind its prompt come.
 
     Args:
@@ -173,17 +170,8 @@ class Pressing:
     """
 
     def __init__(self, policy: Press, columns: int) -> None:
-        self.policy, self.columns = policy, columns
-
-    def fork(self) -> Pressing:
-        """Return itself: it has no state."""
-        return self
-
-    def select(self, indices: list[int]) -> None:
-        """Do nothing: each row is pressed by its tokens."""
-
-    def forget(self) -> None:
-        """Do nothing: no tokens were observed."""
+        super().__init__(policy)
+        self.columns = columns
 
     def due(self, rows: Any, call: Any) -> bool:
         """Return whether a forward goes on behind the prompt.
@@ -195,7 +183,7 @@ class Pressing:
         if 0 < behind < call.columns:
             if not (call.skippable and call.keep <= behind):
                 remedy = "Pass logits_to_keep=1, as generate does, or the context by itself"
-            elif not rows.known(call.ids):
+            elif not goes_on(rows, call.ids.detach().cpu().numpy(), rows.base):
                 remedy = "Give kv.cache(...) and generate the same context"
         if remedy:
             raise StateError(
@@ -220,7 +208,7 @@ class Pressing:
             text = f"FlowKV keeps all tokens of {len(rows.seqs)} prompts: {error.problem}."
             warn(rows.kv, f"press: {error.problem}", text)
             return
-        rows.replace(pruned, self.columns)
+        replace_all(rows, pruned, self.columns)
 
     def _prune(self, cache: Any, seq: Sequence, length: int) -> Sequence:
         """Return a sequence that stands for the first `length` tokens of a prompt.
@@ -237,7 +225,7 @@ class Pressing:
             count_tokens(kv, -length, taken - found.reused)
             if not found.length:
                 device = execution_device(door.model)
-                kept, again = self.policy.run(
+                kept, again = self.policy.prefill(
                     door, torch.from_numpy(ids.astype(np.int64))[None].to(device)
                 )
                 count = len(next(iter(kept.values()))[0])
@@ -291,7 +279,7 @@ def _twin(model: Any) -> Any:
 
 
 @contextmanager
-def _positions(model: Any) -> Iterator[None]:
+def with_positions(model: Any) -> Iterator[None]:
     """Pass `cache_position` to attention layers: kvpress 0.5 reads it, transformers dropped it."""
 
     def give(module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 
 from flowkv.cache.kv import warn
 from flowkv.core.errors import CapacityError, ConfigError, FlowKVError, GeometryError
-from flowkv.hooks.huggingface.press import Press
 from flowkv.hooks.huggingface.rows import Rows
 from flowkv.policy.sparsify import Sparsifier
 
@@ -22,13 +22,13 @@ class Thinning:
         policy: The policy that selects the tokens that stay.
     """
 
-    def __init__(self, policy: Sparsifier) -> None:
+    def __init__(self, policy: Any) -> None:
         self.policy = policy
         self._seen: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
 
     def fork(self) -> Thinning:
         """Return a copy, for a copy of the rows."""
-        twin = Thinning(self.policy)
+        twin = copy(self)
         twin._seen = dict(self._seen)
         return twin
 
@@ -125,7 +125,7 @@ class Thinning:
         return weights.mean((2, 3))
 
 
-def check_thinnable(door: Any, policy: Sparsifier | Press, reads: str) -> None:
+def check_thinnable(door: Any, policy: Any, reads: str) -> None:
     """Check that a policy can drop tokens from the cache of an attached model.
 
     Raises:
@@ -140,7 +140,7 @@ def check_thinnable(door: Any, policy: Sparsifier | Press, reads: str) -> None:
         problem = f"layers that are {' or '.join(odd)} have no tokens to choose among"
     elif door.kv.config.overflow:
         problem = "overflow=True keeps all of a prompt, wherever it lies"
-    elif door.kv.config.audit and isinstance(policy, Press):
+    elif door.kv.config.audit and not isinstance(policy, Sparsifier):
         problem = "audit= computes pages exactly, and would take pruned ones for wrong"
     elif reads != "auto":
         problem = f"reads={reads!r} gathers K and V of all columns, dropped ones included"
@@ -157,5 +157,3 @@ def check_thinnable(door: Any, policy: Sparsifier | Press, reads: str) -> None:
             "Leave sparsify out; it is for models with layers that all see the whole context and "
             "attend by 'sdpa' or 'eager'",
         )
-    if isinstance(policy, Press):
-        policy.check(door)
