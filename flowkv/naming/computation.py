@@ -1365,9 +1365,13 @@ def _text_of(module: str) -> str:
 
 
 def code_of(cls: type) -> str:
-    """Return the release of a class's package and a digest of its files; "" without a file."""
-    release = _release(cls.__module__.partition(".")[0])
-    return f"{release} {_text_of(cls.__module__)}" if _file_of(cls.__module__) else ""
+    """Return the release and text of a library's class; "" if loaded code differs from its file."""
+    home, root = cls.__module__, cls.__module__.partition(".")[0]
+    members = vars(cls).keys() - _CLASS_ITEMS - {"__repr__", "__replace__"}
+    beside = [f for f in vars(sys.modules[home]).values() if isinstance(f, types.FunctionType)]
+    same = all(map(_genuine, beside)) and all(_as_in_its_file(cls, name) for name in members)
+    same &= not any(isinstance(value, functools.partialmethod) for value in vars(cls).values())
+    return f"{_release(root)} {_text_of(root)} {_text_of(home)}" if same else ""
 
 
 def _name(cls: Any) -> str:

@@ -6,9 +6,10 @@ import copy
 import importlib.util
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,74 +20,35 @@ from transformers import DynamicCache
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, foreign, generate, reused
+from tests.hooks.test_long_rope import llama
 from tests.hooks.test_sparsify import distinct
-from tests.inside import ConfigError, Press, StateError, with_positions
+from tests.inside import ConfigError, Press, StateError, with_positions, words_of
 
 NEW = 6
-LOADED: dict[float, float] = {}
-"""What presses load, by what they ask for."""
 LIBRARY = importlib.util.find_spec("kvpress") is not None
 needs_library = pytest.mark.skipif(not LIBRARY, reason="kvpress is not installed")
 
 
-@dataclass
-class Stub:
-    """A press by kvpress's protocol: in each head it keeps the tokens with the shortest keys.
+def _stub() -> Any:
+    """Load the stub as kvpress: FlowKV shares nothing of other presses."""
+    with pytest.MonkeyPatch.context() as patch:
+        place = Path(__file__).with_name("press_stub.py")
+        spec = importlib.util.spec_from_file_location("kvpress", place)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, "kvpress", module)
+        spec.loader.exec_module(module)
+    return module
 
-    Attributes:
-        compression_ratio: The part that is dropped.
-        scale: Factor of the values, as merging presses change them.
-        loads: What it loads for a model, as presses do that were trained.
-        odd: How it leaves what pages cannot hold: "", "layers", "masks", "none", "nan" or "raises".
-    """
 
-    compression_ratio: float = 0.5
-    scale: float = 1.0
-    odd: str = ""
-    held: list[Any] = field(default_factory=list)
-    loads: float = 0.0
-    loaded: Any = None
+STUB = _stub()
+Stub = STUB.Stub
 
-    def compress(
-        self, module: Any, hidden: Any, keys: Any, values: Any, weights: Any, kwargs: Any
-    ) -> tuple[Any, Any]:
-        """Return what is left of keys and values `[1, Hk, S, D]`."""
-        assert kwargs["cache_position"][-1] + 1 == hidden.shape[1]
-        if self.odd == "raises":
-            raise AssertionError("too short a prompt")
-        count = int(keys.shape[2] * (1 - self.compression_ratio))
-        count += module.layer_idx if self.odd == "layers" else 0
-        if self.odd == "masks":
-            module.masked_key_indices = ([0], [0], [0])
-        if self.odd == "none":
-            return keys, values
-        kept = (-keys.norm(dim=-1)).topk(count, -1).indices[..., None].expand(-1, -1, -1, 16)
-        values = values * (torch.nan if self.odd == "nan" else self.scale)
-        return keys.gather(2, kept), values.gather(2, kept)
 
-    def _after(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
-        columns = kwargs["hidden_states"].shape[1]
-        if columns == layer.keys.shape[2]:
-            found = layer.keys, layer.values
-            layer.keys, layer.values = self.compress(
-                module, kwargs["hidden_states"], *found, None, kwargs
-            )
-        return output
-
-    @contextmanager
-    def __call__(self, model: Any) -> Any:
-        """Prune what a prefill inside of the block leaves."""
-        self.loaded = torch.full((3,), LOADED.get(self.loads, 0.0))
-        handles = []
-        for layer in model.model.layers:
-            layer.self_attn.rotary_emb = model.model.rotary_emb
-            handles.append(layer.self_attn.register_forward_hook(self._after, with_kwargs=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+@pytest.fixture(autouse=True)
+def stub_is_kvpress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvpress", STUB)
 
 
 class Answer:
@@ -235,18 +197,20 @@ def test_what_is_forgotten_is_gone(
     model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, place = distinct(140), f"{tmp_path}/kv:64MiB"
-    for prefix in (140, 30):
+    for again in (False, True):
         with attached(model, sparsify=Stub(0.6), disk=place) as kv:
             runs = presses(kv, monkeypatch)
-            ask(model, kv, ids, QUESTIONS[0])
-            assert runs == [140]
-            assert kv.stats()["blocks"]
-            kv.flush()
-            kv.forget(ids[0, :prefix].tolist())
+            if not again:
+                ask(model, kv, ids, QUESTIONS[0])
+                assert runs == [140]
+                assert kv.stats()["blocks"]
+                kv.flush()
+                runs.clear()
+            kv.forget(ids[0].tolist())
             assert kv.stats()["blocks"] == 0
             ask(model, kv, ids, QUESTIONS[0])
-            assert runs == [140, 140]
-            kv.forget(ids[0].tolist())
+            assert runs == [140]
+            kv.flush()
 
 
 def test_a_copy_goes_on_by_itself(model: Any) -> None:
@@ -327,7 +291,8 @@ def test_what_a_press_does_not_see_is_left_whole(model: Any) -> None:
         (Stub(odd="none"), "drops no token"),
         (Stub(odd="nan"), "not finite"),
         (Stub(odd="raises"), "failed on 256 tokens: AssertionError: too short"),
-        (Stub(held=[object()]), "a press with a object has no name"),
+        (Stub(held=[threading.Lock()]), "cannot be copied: TypeError"),
+        (Stub, "is no sparsifier"),
         ("kvpress.NoSuchPress:0.5", "kvpress cannot be imported|makes no press"),
         ("kvpress.KnormPress", "kvpress cannot be imported|makes no press"),
     ],
@@ -351,11 +316,80 @@ def test_settings_name_a_press() -> None:
         Stub(held=[Stub()]),
         Stub(held=[torch.zeros(3)]),
         Stub(held=[torch.zeros(3).double()]),
+        Stub(held=[torch.zeros(()).bfloat16()]),
     ]
-    ids = np.arange(50, dtype=np.uint32)
-    names = {Press(one).salt(ids).digest for one in ones} | {Press(Stub()).salt(ids + 1).digest}
-    assert len(names) == len(ones) + 1
-    assert Press(Stub()).salt(ids) == Press(Stub()).salt(ids.copy())
+    assert len({words_of(one) for one in ones} - {b""}) == len(ones)
+    press, ids = Press(Stub()), np.arange(50, dtype=np.uint32)
+    assert press.salt(ids).digest != press.salt(ids + 1).digest
+    press.words = words_of(press.given)
+    assert press.salt(ids) == press.salt(ids.copy()) != Press(Stub()).salt(ids)
+
+
+def user(**members: Any) -> Any:
+    """A press of a user's own class."""
+    return type("User", (Stub,), members)(0.6)
+
+
+@pytest.mark.parametrize(
+    "press",
+    [
+        user(),
+        Stub(0.6, held=[user()]),
+        Stub(0.6, held=[{"a": object()}]),
+        Stub(0.6, draws="torch"),
+        Stub(0.6, draws="numpy"),
+        Stub(0.6, draws="random"),
+    ],
+)
+def test_other_presses_share_nothing(
+    model: Any, press: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, place, ran = distinct(140), f"{tmp_path}/kv:64MiB", list[int]()
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="shares nothing"):
+            kv = flowkv.attach(model, sparsify=press, gpu="64MiB", page_size=16, disk=place)
+        runs = presses(kv, monkeypatch)
+        found = [ask(model, kv, ids, QUESTIONS[0]) for _ in range(2)]
+        if not press.draws:
+            for one in found:
+                assert_same(one, alone(model, press, ids, QUESTIONS[0]))
+        assert not reused(kv)
+        ran += runs
+        kv.flush()
+        kv.close()
+    assert ran == [140] * 4
+
+
+def traced(method: Any) -> Any:
+    """A method that calls another one."""
+
+    def call(self: Any, *args: Any) -> Any:
+        return method(self, *args)
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["compress", "_after", "helper", "loads"])
+@pytest.mark.parametrize("wrap", [traced, partialmethod])
+def test_what_changes_after_attach_is_not_shared(
+    model: Any, name: str, wrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = distinct(140)
+    with attached(model, sparsify=Stub(0.6, loads=7.0)) as kv:
+        runs = presses(kv, monkeypatch)
+        ask(model, kv, ids, QUESTIONS[0])
+        if name == "loads":
+            monkeypatch.setitem(STUB.LOADED, 7.0, 3.0)
+            kv.forget(ids[0].tolist())
+        elif name == "helper":
+            monkeypatch.setattr(STUB, "helper", lambda values: values * 3.0)
+        else:
+            monkeypatch.setattr(Stub, name, wrap(getattr(Stub, name)))
+        wanted = alone(model, Stub(0.6), ids, QUESTIONS[0])
+        for _ in range(2):
+            assert_same(ask(model, kv, ids, QUESTIONS[0]), wanted)
+        assert runs == [140] * 3
+        assert not reused(kv)
 
 
 def test_what_a_press_loads_names_it(
@@ -363,13 +397,113 @@ def test_what_a_press_loads_names_it(
 ) -> None:
     ids, place, ran = distinct(140), f"{tmp_path}/kv:64MiB", list[int]()
     for content in (1.0, 2.0):
-        monkeypatch.setitem(LOADED, 7.0, content)
+        monkeypatch.setitem(STUB.LOADED, 7.0, content)
         with attached(model, sparsify=Stub(0.6, loads=7.0), disk=place) as kv:
             runs = presses(kv, monkeypatch)
             ask(model, kv, ids, QUESTIONS[0])
             ran += runs
             kv.flush()
     assert ran == [140, 140]
+
+
+class KeyRerotationPress(Stub):  # type: ignore[misc, valid-type]
+    """A press with the name of one that moves keys."""
+
+
+class Moving(KeyRerotationPress):
+    """A press that inherits from it."""
+
+
+@pytest.mark.parametrize("press", [Moving(), Stub(held=[{"a": [Moving()]}])])
+def test_presses_that_move_keys_are_refused_wherever_they_are(model: Any, press: Any) -> None:
+    with pytest.raises(ConfigError, match="KeyRerotationPress gives keys new positions"):
+        flowkv.attach(model, sparsify=press)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cropped", [False, True])
+def test_tokens_of_a_context_are_not_skipped_unseen(model: Any, cropped: bool) -> None:
+    ids, other, question = distinct(140), distinct(140, 5), QUESTIONS[0]
+    rest = torch.cat([other[:, 100:], question], 1)
+    with attached(model, sparsify=Stub(0.6)) as kv:
+        cache = kv.cache(input_ids=ids)
+        if cropped:
+            model(ids, past_key_values=cache)
+            cache.crop(100)
+        else:
+            model(torch.cat([ids[:, :100], other[:, 100:120]], 1), past_key_values=cache)
+            rest = rest[:, 20:]
+        with pytest.raises(StateError, match="has others"):
+            model(rest, past_key_values=cache, logits_to_keep=1)
+        cache.close()
+
+
+def test_weights_that_change_under_an_open_cache(model: Any) -> None:
+    ids, question = distinct(140), QUESTIONS[0]
+    whole = torch.cat([ids, question], 1)
+    with attached(model, sparsify=Stub(0.6)) as kv:
+        ask(model, kv, ids, question)
+        cache = kv.cache(input_ids=ids)
+        with torch.no_grad():
+            model.model.layers[1].self_attn.v_proj.weight.mul_(1.5)
+        exact = generate(copy.deepcopy(model), NEW, input_ids=whole)
+        with pytest.warns(UserWarning, match="the model changed"):
+            assert_same(generate(model, NEW, input_ids=whole, past_key_values=cache), exact)
+        cache.close()
+        wanted = alone(model, Stub(0.6), ids, question)
+        assert_same(ask(model, kv, ids, question), wanted)
+
+
+@torch.no_grad()
+def test_odd_positions_and_embeddings(model: Any) -> None:
+    ids = torch.cat([distinct(140), QUESTIONS[0]], 1)
+    embeds = model.get_input_embeddings()(ids).detach()
+    exact = generate(model, NEW, inputs_embeds=embeds)
+    with attached(model, sparsify=Stub(0.6)) as kv:
+        cache = kv.cache(input_ids=ids[:, :140])
+        odd = {"position_ids": torch.arange(149)[None] * 2, "logits_to_keep": 1}
+        with pytest.raises(StateError, match="moves them"):
+            model(ids, past_key_values=cache, **odd)
+        with pytest.warns(UserWarning, match="keeps all tokens"):
+            found = generate(model, NEW, inputs_embeds=embeds, past_key_values=cache)
+        assert_same(found, exact)
+        cache.close()
+
+
+def test_padded_rows_without_positions_stay_whole(model: Any) -> None:
+    rows = torch.nn.functional.pad(distinct(140), (10, 0))
+    mask, question = (rows * 0).index_fill(1, torch.arange(10, 150), 1), QUESTIONS[0]
+    seen = torch.cat([mask, question * 0 + 1], 1)
+    given = {"input_ids": torch.cat([rows, question], 1), "attention_mask": seen}
+    exact = generate(model, NEW, **given)
+    with attached(model, sparsify=Stub(0.6)) as kv:
+        cache = kv.cache(input_ids=rows, attention_mask=mask)
+        with pytest.warns(UserWarning, match="has no position_ids"):
+            assert_same(generate(model, NEW, **given, past_key_values=cache), exact)
+        cache.close()
+
+
+def test_prompts_beyond_the_length_of_dynamic_rope_stay_whole() -> None:
+    torch.manual_seed(0)
+    model, ids = llama("dynamic").eval(), distinct(140)
+    exact = generate(model, NEW, input_ids=torch.cat([ids, QUESTIONS[0]], 1))
+    with (
+        attached(model, sparsify=Stub(0.6)) as kv,
+        pytest.warns(UserWarning, match="positions depend on length"),
+    ):
+        assert_same(ask(model, kv, ids, QUESTIONS[0]), exact)
+
+
+def test_an_interrupted_press_runs_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, question = distinct(140), QUESTIONS[0]
+    whole, wanted = torch.cat([ids, question], 1), alone(model, Stub(0.6), ids, question)
+    with attached(model, sparsify=Stub(0.6)) as kv:
+        cache = kv.cache(input_ids=ids)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(STUB, "helper", lambda values: (_ for _ in ()).throw(KeyboardInterrupt))
+            generate(model, NEW, input_ids=whole, past_key_values=cache)
+        assert_same(generate(model, NEW, input_ids=whole, past_key_values=cache), wanted)
+        cache.close()
 
 
 REAL = """

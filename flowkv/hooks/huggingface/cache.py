@@ -1223,8 +1223,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
 
     def thin(self) -> None:
         """Remove tokens from the rows by `thinning`, between two forwards; only once."""
-        thinning, self.rows.thinning = self.rows.thinning, None
-        thinning.apply(self)
+        self.rows.thinning.apply(self)
+        self.rows.thinning = None
         self.follow()
 
     # ---- operations of generation

@@ -1,8 +1,9 @@
 """`Press`: keeps of a prompt what a press of kvpress keeps, in pages with a name of their own.
 
 A press runs on a plain prefill of the prompt, by its own hooks. What it leaves of keys and values
-is written to pages that are named by model, press, release, settings and prompt; so they are
-shared, stored and found again by other processes, and never by another press or an exact request.
+is written to pages that are named by model, press, release, settings and prompt; so those of
+kvpress itself are shared, stored and found again by other processes, and never by another press or
+an exact request. Other presses publish nothing: no name could cover what they compute with.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import hashlib
 import importlib
 import json
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -30,7 +32,7 @@ from flowkv.hooks.huggingface.probe import (
     ordinary_tokens,
     quiet,
 )
-from flowkv.hooks.huggingface.rows import closed_on_error, goes_on, replace_all
+from flowkv.hooks.huggingface.rows import closed_on_error, goes_on, replace_all, same_encoding
 from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.naming.computation import code_of
 from flowkv.naming.identity import drawn
@@ -68,46 +70,50 @@ class Press:
         name: Name of its class.
         queries: 0: no attention of a prompt's last tokens is asked for.
         share: 1.0: all layers keep equally many tokens, and are paged together.
-        contexts: Tokens of the prompts that were pruned or found here, as bytes.
+        words: Its name, once it is settled; b"" if nothing that it leaves is shared.
 
     Raises:
-        ConfigError: It cannot be named, or drops tokens in a way that pages cannot hold.
+        ConfigError: It cannot be copied, or drops tokens in a way that pages cannot hold.
     """
 
     queries, share = 0, 1.0
 
     def __init__(self, given: Any) -> None:
-        self.given, self.name = copy.deepcopy(given), type(given).__name__
-        for one in _nested(self.given):
-            if why := _MOVED.get(type(one).__name__):
-                raise ConfigError(f"{type(one).__name__} {why}", _REMEDY)
-        self.contexts: dict[bytes, None] = {}
-        self._words = _words_of(self.given)
+        self.name, self.words = type(given).__name__, b""
+        try:
+            self.given = copy.deepcopy(given)
+            kinds = [kind for one in _nested(self.given) for kind in type(one).__mro__]
+        except Exception as error:  # such as a lock, or a press within itself
+            text = f"{self.name} cannot be copied: {type(error).__name__}: {error}"
+            raise ConfigError(text, _REMEDY) from error
+        for kind in kinds:
+            if why := _MOVED.get(kind.__name__):
+                raise ConfigError(f"{kind.__name__} {why}", _REMEDY)
 
     def share_of(self, layer: int) -> float:
         """Return 1.0, see `share`."""
         return self.share
 
     def settle(self, door: Any) -> None:
-        """Check by a trial that a press and a model fit, and name what the press loads for it.
+        """Check by a trial that a press and a model fit, and name the press with what it loads.
 
         Raises:
-            ConfigError: They do not, or what it loads cannot be named.
+            ConfigError: They do not.
         """
         most = getattr(door.model.config.get_text_config(), "max_position_embeddings", None)
         ids = ordinary_tokens(door.model, door.names, min(_TRIAL_TOKENS, most or _TRIAL_TOKENS))
         try:
-            kept, _ = self.prefill(door, ids)
+            kept, self.words = self.prefill(door, ids)
         except PressError as error:
             raise ConfigError(error.problem, error.remedy) from error
         if len(next(iter(kept.values()))[0]) == ids.shape[1]:
             raise ConfigError(f"{self.name} drops no token of a prompt of {ids.shape[1]}", _REMEDY)
-        settled = copy.deepcopy(self.given)
-        with settled(_twin(door.model)):
-            self._words = _words_of(settled)
+        if not self.words:
+            text = "no name covers its code, its settings, what it loads or what it draws."
+            warn(door.kv, "press", f"FlowKV shares nothing that {self.name} leaves: {text}")
 
-    def prefill(self, door: Any, ids: torch.Tensor) -> tuple[Kept, bool]:
-        """Return what is left of a prompt, and whether the same prompt would leave the same.
+    def prefill(self, door: Any, ids: torch.Tensor) -> tuple[Kept, bytes]:
+        """Return what is left of a prompt, and the words that name the press, b"" if none do.
 
         Args:
             door: The door of the model.
@@ -116,23 +122,23 @@ class Press:
         Raises:
             PressError: The press failed, or left what pages cannot hold.
         """
-        names, cache, before, drew = door.names, native_cache(door.model), drawn(), False
+        names, cache, before = door.names, native_cache(door.model), _drawn()
         given = {names.ids: ids, names.cache: cache, "use_cache": True}
         if "logits_to_keep" in names.parameters:
             given["logits_to_keep"] = 1
         try:
-            model = _twin(door.model)
+            model, press = _twin(door.model), copy.deepcopy(self.given)
             with quiet(model), with_positions(model):
-                with copy.deepcopy(self.given)(model):
+                with press(model):
                     model(**given)
-                drew = drawn() != before
+                words = words_of(press) if _drawn() == before else b""
             masked = any(getattr(m, _MASKS, None) is not None for m in model.modules())
+            layers = {layer: cache.layers[layer] for layer in door.plan.placed}
+            found = {i: (one.keys[0], one.values[0]) for i, one in layers.items()}
+            counts = sorted({x.shape[1] for pair in found.values() for x in pair})
         except Exception as error:  # such as an assertion on the length of the prompt
             text = f"{self.name} failed on {ids.shape[1]} tokens: {type(error).__name__}: {error}"
             raise PressError(text, _REMEDY) from error
-        layers = {layer: cache.layers[layer] for layer in door.plan.placed}
-        found = {i: (one.keys[0], one.values[0]) for i, one in layers.items()}
-        counts = sorted({x.shape[1] for pair in found.values() for x in pair})
         problem = ""
         if masked:
             problem = f"{self.name} masks other keys in each head"
@@ -144,21 +150,18 @@ class Press:
             problem = f"{self.name} leaves keys or values that are not finite"
         if problem:
             raise PressError(problem, _REMEDY)
-        return {i: (k.transpose(0, 1), v.transpose(0, 1)) for i, (k, v) in found.items()}, not drew
+        return {i: (k.transpose(0, 1), v.transpose(0, 1)) for i, (k, v) in found.items()}, words
 
     def salt(self, tokens: Any) -> Salt:
         """Return the salt that names what the press leaves of a prompt."""
-        state = hashlib.sha256(b"flowkv.press/1\0" + len(self._words).to_bytes(8, "little"))
-        state.update(self._words)
+        state = hashlib.sha256(b"flowkv.press/1\0" + len(self.words).to_bytes(8, "little"))
+        state.update(self.words)
         state.update(tokens.astype("<u4").tobytes())
         return Salt(0, state.digest())
 
     def unlearn(self, kv: KV, tokens: Any, tenant: str | None) -> int:
-        """Erase what is left of a prompt, and of those known here that go on from it; count it."""
-        start = as_tokens(tokens).tobytes()
-        found = [key for key in self.contexts if key.startswith(start)]
-        every = [np.frombuffer(key, np.uint32) for key in dict.fromkeys([start, *found])]
-        return sum(kv.forget(ids, tenant=tenant, salts=[self.salt(ids)]) for ids in every)
+        """Erase what is left of exactly this prompt; count it."""
+        return kv.forget(tokens, tenant=tenant, salts=[self.salt(as_tokens(tokens))])
 
 
 class Pressing(Thinning):
@@ -177,30 +180,41 @@ class Pressing(Thinning):
         """Return whether a forward goes on behind the prompt.
 
         Raises:
-            StateError: It has tokens of the prompt, too, and wants their logits, or they differ.
+            StateError: It has tokens of the prompt, too, and wants their logits, or they differ, or
+                have other positions.
         """
-        behind, remedy = rows.base + call.columns - self.columns, ""
-        if 0 < behind < call.columns:
-            if not (call.skippable and call.keep <= behind):
-                remedy = "Pass logits_to_keep=1, as generate does, or the context by itself"
-            elif not goes_on(rows, call.ids.detach().cpu().numpy(), rows.base):
-                remedy = "Give kv.cache(...) and generate the same context"
-        if remedy:
+        behind, problem = rows.base + call.columns - self.columns, ""
+        if not 0 < behind < call.columns or call.ids is None:
+            return behind > 0 and call.ids is not None
+        known = all(len(seq.tokens) + pad >= self.columns for seq, pad in rows.padded)
+        if not (call.skippable and call.keep <= behind):
+            problem, remedy = "asks for their results", "Pass logits_to_keep=1, as generate does"
+        elif not (known and goes_on(rows, call.ids.detach().cpu().numpy(), rows.base)):
+            problem, remedy = "has others", "Give kv.cache(...) and generate the same context"
+        elif not (rows.by_column or rows.usual(call.columns, call.positions)):
+            problem, remedy = "moves them", "Pass position_ids that count the tokens, or none"
+        if problem:
             raise StateError(
-                f"a forward over {self.columns} tokens of a context that {self.policy.name} prunes "
-                "asks for their results, or has others, and goes on behind them",
-                remedy,
+                f"a forward goes on behind the {self.columns} tokens of a context that "
+                f"{self.policy.name} prunes, and {problem}",
+                f"{remedy}, or pass the context by itself",
             )
-        return behind > 0
+        return True
 
     def apply(self, cache: Any) -> None:
         """Replace the rows of a cache by what the press leaves; warn of rows that stay whole."""
         rows, pruned = cache.rows, list[Sequence]()
         rows.flush()
+        other = cache.options or rows.shifts.any() or any(seq.salts for seq in rows.seqs)
         try:
-            more = rows.blind or rows.by_column or rows.shifts.any() or bool(cache.options)
-            if more or any(seq.salts for seq in rows.seqs):
-                raise PressError("the prompt depends on more than its tokens", _REMEDY)
+            for problem, found in (
+                ("K and V of the prompt depend on more than its tokens", rows.blind),
+                ("the padding of the prompt has no position_ids", rows.by_column),
+                ("positions depend on length", not same_encoding(rows, self.columns)),
+                ("the pages of the prompt are named by more than its tokens", other),
+            ):
+                if found:
+                    raise PressError(problem, _REMEDY)
             with closed_on_error(pruned):
                 for seq, pad in rows.padded:
                     pruned.append(self._prune(cache, seq, self.columns - pad))
@@ -216,16 +230,21 @@ class Pressing(Thinning):
         Its pages are found by their name, up to the state that ends them, or else computed.
         """
         kv, door, ids = cache.rows.kv, cache.door, seq.tokens[:length].copy()
-        self.policy.contexts[ids.tobytes()] = None
+        door.refresh(private=False)
+        if seq.namespace != kv.namespace:
+            raise PressError("the model changed after the cache was opened", _REMEDY)
+        if len(ids) != length:
+            raise PressError(f"{len(ids)} of {length} tokens of the prompt are known", _REMEDY)
         name, lease = [self.policy.salt(ids)], cache.care.get("lease", "")
-        found = kv.open(ids, tenant=seq.owner, salts=name, limit=length, state=True, lease=lease)
+        most = length if self.policy.words and words_of(self.policy.given) else 0
+        found = kv.open(ids, tenant=seq.owner, salts=name, limit=most, state=True, lease=lease)
         with closed_on_error([found]):
             # What is left was counted as a part of the prompt.
             taken = length - seq.length if found.length else 0
             count_tokens(kv, -length, taken - found.reused)
             if not found.length:
                 device = execution_device(door.model)
-                kept, again = self.policy.prefill(
+                kept, words = self.policy.prefill(
                     door, torch.from_numpy(ids.astype(np.int64))[None].to(device)
                 )
                 count = len(next(iter(kept.values()))[0])
@@ -234,7 +253,8 @@ class Pressing(Thinning):
                     step.give(ids[:count])
                     for layer, (k, v) in kept.items():
                         step.write(layer, k.contiguous(), v.contiguous())
-                    found.publishable = step.vouched = again and door.trusted()
+                    same = most > 0 and words == self.policy.words
+                    found.publishable = step.vouched = same and door.trusted()
                 kv.save_state(found, {"tokens": length})
             with kv.lock:
                 stand_for(found, seq, length)
@@ -262,12 +282,12 @@ def make_press(given: Any) -> Press | None:
                 f"kvpress cannot be imported: {error}",
                 "pip install --no-deps 'kvpress>=0.5.5,<0.6', and the packages that it names",
             ) from error
-        except (AttributeError, TypeError, ValueError, AssertionError) as error:
+        except Exception as error:
             raise ConfigError(
                 f"sparsify={given!r} makes no press: {error}",
                 'Write "kvpress.CLASS:SHARE", the kept part, or pass a press of your own making',
             ) from error
-    if callable(given) and callable(getattr(given, "compress", None)):
+    if _is_press(given) and callable(given):
         return Press(given)
     return None
 
@@ -299,39 +319,51 @@ def with_positions(model: Any) -> Iterator[None]:
             handle.remove()
 
 
-def _nested(given: Any) -> Iterator[Any]:
-    """Yield a press and all that it holds."""
-    yield given
-    for held in vars(given).values():
-        for one in held if isinstance(held, (list, tuple)) else (held,):
-            if callable(getattr(one, "compress", None)):
-                yield from _nested(one)
+def _is_press(value: Any) -> bool:
+    return callable(getattr(value, "compress", None)) and not isinstance(value, type)
 
 
-def _words_of(press: Any) -> bytes:
-    return json.dumps(_words(press), sort_keys=True).encode()
+def _nested(held: Any) -> Iterator[Any]:
+    """Yield a press, or those in a container, and all that they hold."""
+    if _is_press(held):
+        yield held
+        held = vars(held)
+    if isinstance(held, (list, tuple, dict)):
+        for one in held.values() if isinstance(held, dict) else held:
+            yield from _nested(one)
+
+
+def _drawn() -> list[bytes]:
+    """Return the states of the generators that all code shares."""
+    return [*drawn(), repr((random.getstate(), np.random.get_state())).encode()]
+
+
+def words_of(press: Any) -> bytes:
+    """Return the words that name a press; b"" if none do."""
+    try:
+        return json.dumps(_words(press), sort_keys=True).encode()
+    except Exception:  # it holds what has no name
+        return b""
 
 
 def _words(value: Any) -> Any:
     """Return a press, or a setting of one, as JSON that differs from that of any other.
 
     Raises:
-        ConfigError: It has settings, or code, that cannot be named.
+        TypeError: It has settings that cannot be named, or is not kvpress's own.
     """
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, torch.Tensor):
-        content = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        return ["tensor", str(value.dtype), list(value.shape), hashlib.sha256(content).hexdigest()]
-    if isinstance(value, (list, tuple)):
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        content = hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()
+        return ["tensor", str(value.dtype), list(value.shape), content]
+    if type(value) in (list, tuple):
         return [type(value).__name__, *map(_words, value)]
-    if isinstance(value, dict):
+    if type(value) is dict:
         return ["dict", *sorted(([_words(k), _words(v)] for k, v in value.items()), key=json.dumps)]
     kinds = type(value).__mro__[:-1]
-    if not callable(getattr(value, "compress", None)) or not all(map(code_of, kinds)):
-        raise ConfigError(
-            f"a press with a {type(value).__name__} has no name for its pages",
-            "Define its class in a file, with numbers, text, tensors and presses as attributes",
-        )
     made = [[f"{kind.__module__}.{kind.__qualname__}", code_of(kind)] for kind in kinds]
+    if not all(name.startswith("kvpress.") and code for name, code in made):
+        raise TypeError(type(value).__name__)
     return [made, _words(vars(value))]
