@@ -1223,8 +1223,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
 
     def thin(self) -> None:
         """Remove tokens from the rows by `thinning`, between two forwards; only once."""
-        self.rows.thinning.apply(self)
-        self.rows.thinning = None
+        thinning, self.rows.thinning = self.rows.thinning, None
+        thinning.apply(self)
         self.follow()
 
     # ---- operations of generation

@@ -222,6 +222,9 @@ class Pressing(Thinning):
             text = f"FlowKV keeps all tokens of {len(rows.seqs)} prompts: {error.problem}."
             warn(rows.kv, f"press: {error.problem}", text)
             return
+        except BaseException:  # an interrupt: the next forward begins again
+            rows.thinning = self
+            raise
         replace_all(rows, pruned, self.columns)
 
     def _prune(self, cache: Any, seq: Sequence, length: int) -> Sequence:
