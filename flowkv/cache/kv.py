@@ -1023,7 +1023,7 @@ class KV:
                 try:
                     found = erasure.forget_prompt(store, seq)
                 finally:
-                    others = 0 if salts else self._unlearns(tokens, tenant)
+                    others = self._unlearns(tokens, tenant)
                     if self._long() is not None:  # shorter and longer texts may begin so, too
                         with self._probe(tokens, tenant, salts, other=True) as twin:
                             others += erasure.forget_prompt(store, twin)

@@ -18,11 +18,12 @@ import torch
 from transformers import DynamicCache
 
 import flowkv
+from tests.cache.audit import audit
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, foreign, generate, reused
 from tests.hooks.test_long_rope import llama
 from tests.hooks.test_sparsify import distinct
-from tests.inside import ConfigError, Press, StateError, with_positions, words_of
+from tests.inside import ConfigError, Press, StateError, rows_Rows, with_positions, words_of
 
 NEW = 6
 LIBRARY = importlib.util.find_spec("kvpress") is not None
@@ -504,6 +505,39 @@ def test_an_interrupted_press_runs_again(model: Any, monkeypatch: pytest.MonkeyP
             generate(model, NEW, input_ids=whole, past_key_values=cache)
         assert_same(generate(model, NEW, input_ids=whole, past_key_values=cache), wanted)
         cache.close()
+
+
+def test_an_interrupted_replacement_ends_the_cache(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, question = distinct(140), QUESTIONS[0]
+    whole = torch.cat([ids, question], 1)
+    with attached(model, sparsify=Stub(0.6)) as kv:
+        cache = kv.cache(input_ids=ids)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(rows_Rows, "rebase", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            generate(model, NEW, input_ids=whole, past_key_values=cache)
+        with pytest.raises(StateError, match="closed"):
+            generate(model, NEW, input_ids=whole, past_key_values=cache)
+        audit(kv)
+
+
+def test_a_context_that_is_forgotten_while_it_is_pressed_is_not_stored(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, run = distinct(140), Press.prefill
+    with attached(model, sparsify=Stub(0.6)) as kv:
+
+        def forgotten(press: Press, door: Any, given: torch.Tensor) -> Any:
+            kv.forget(ids[0].tolist())
+            return run(press, door, given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Press, "prefill", forgotten)
+            ask(model, kv, ids, QUESTIONS[0])
+        assert kv.stats()["blocks"] == 0
+        ask(model, kv, ids, QUESTIONS[0])
+        assert kv.stats()["blocks"], "as usual afterwards"
 
 
 REAL = """

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowkv.cache.block_table import Planner
+from flowkv.cache.erasure import forget_prompt
 from flowkv.cache.kv import KV, count_tokens, plan, warn
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import stand_for
@@ -161,7 +163,9 @@ class Press:
 
     def unlearn(self, kv: KV, tokens: Any, tenant: str | None) -> int:
         """Erase what is left of exactly this prompt; count it."""
-        return kv.forget(tokens, tenant=tenant, salts=[self.salt(as_tokens(tokens))])
+        given = as_tokens(tokens)
+        with kv._probe(given, tenant, [self.salt(given)]) as seq:
+            return forget_prompt(Planner.of(seq).store, seq)
 
 
 class Pressing(Thinning):
@@ -257,7 +261,8 @@ class Pressing(Thinning):
                     for layer, (k, v) in kept.items():
                         step.write(layer, k.contiguous(), v.contiguous())
                     same = most > 0 and words == self.policy.words
-                    found.publishable = step.vouched = same and door.trusted()
+                    step.vouched = same and door.trusted()
+                    found.publishable &= step.vouched  # it may have been forgotten meanwhile
                 kv.save_state(found, {"tokens": length})
             with kv.lock:
                 stand_for(found, seq, length)

@@ -544,11 +544,12 @@ def replace_all(rows: Rows, seqs: Items[Sequence], columns: int) -> None:
     """Go on at a column with other sequences, which lost tokens and are not published."""
     rows.abandon()
     rows.land()
-    rows._last, old = None, list(rows.seqs)
-    rows.seqs[:] = seqs
-    close_all(old)
-    rows.disable_publishing()
-    rows.rebase(columns)
+    with closed_on_error(rows.seqs):  # an interrupt leaves no row at another column
+        rows._last, old = None, list(rows.seqs)
+        rows.seqs[:] = seqs
+        close_all(old)
+        rows.disable_publishing()
+        rows.rebase(columns)
 
 
 def same_encoding(rows: Rows, total: int) -> bool:
