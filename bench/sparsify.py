@@ -5,6 +5,7 @@ keys. Two tasks, because one would call every rule free: *continuation* is what 
 text; *copy* asks for a passage of the first third by its first tokens, which come after the drop.
 All is against the same model with every token kept. Nats are of the scored tokens, given the true
 ones before. Where shares fall from the first layers to the last, or rise, the mean is the share.
+Presses of kvpress (`--presses`) run by their own hooks on a plain prefill of the context.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from torch.nn.functional import cross_entropy
 import flowkv
 from bench.perplexity import contexts
 from bench.real import english, load
-from flowkv.cli.arguments import AddVerb
+from flowkv.cli.arguments import AddVerb, names
 from flowkv.core.errors import ConfigError
+from flowkv.hooks.huggingface.press import Pressing, make_press
 from flowkv.policy.sparsify import SPARSIFIERS, KeepLatest, SnapKV, Sparsifier
 from flowkv.report.screen import Screen
 
@@ -47,6 +49,20 @@ class RandomTokens(Sparsifier):
         """The same for the same keys."""
         seed = layer, zlib.crc32(np.ascontiguousarray(keys[0, -1]).tobytes())
         return np.random.default_rng(seed).random(keys.shape[:2])
+
+
+class Pressed(NamedTuple):
+    """A press of kvpress.
+
+    Attributes:
+        share: Part of the tokens that it keeps.
+        name: Its class.
+        press: The press.
+    """
+
+    share: float
+    name: str
+    press: Any
 
 
 class Score(NamedTuple):
@@ -70,6 +86,7 @@ def add_verbs(verb: AddVerb) -> None:
     added.option("--contexts", "N", "default %(default)s", type=int, default=8)
     added.option("--length", "N", "tokens of each; default %(default)s", type=int, default=1600)
     added.option("--threads", "N", "of torch; default %(default)s", type=int, default=1)
+    added.option("--presses", "NAMES", "classes of kvpress, beside them", type=names, default=[])
     added.option("--out", "FILE", "writes all figures as JSON", type=Path)
     added.set_defaults(dtype="float32")
 
@@ -81,12 +98,17 @@ def _sparsify(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     loaded = load(given)
     tokens = loaded.encode(english())
     cut = contexts(tokens, given.contexts, given.length + SCORED)
+    presses = [
+        Pressed(share, name, make_press(f"kvpress.{name}:{share}"))
+        for share in SHARES
+        for name in given.presses
+    ]
     # Its layers are paged by bands, which serves rules with one share as well.
     kv = flowkv.attach(loaded.model, gpu="1GiB", sparsify=sloped(loaded.model)[0])
     read = []
     with torch.no_grad():
         for number, ids in enumerate(cut):
-            read.append(dict(scores(loaded.model, kv, ids, given.length)))
+            read.append(dict(scores(loaded.model, kv, ids, given.length, presses)))
             screen.say(f"context {number + 1} of {len(cut)}")
         kv.close()
         speed = dict(paces(loaded.model, cut[0], given.length))
@@ -111,9 +133,10 @@ def sloped(model: Any) -> list[Sparsifier]:
     return made
 
 
-def rules(model: Any) -> Iterator[Sparsifier | None]:
+def rules(model: Any, presses: Sequence[Pressed] = ()) -> Iterator[Sparsifier | Pressed | None]:
     """All of them; None keeps all tokens."""
     yield None
+    yield from presses
     sloping = sloped(model)
     for share in SHARES:
         for rule in (*SPARSIFIERS.values(), RandomTokens):
@@ -121,7 +144,7 @@ def rules(model: Any) -> Iterator[Sparsifier | None]:
         yield from (rule for rule in sloping if named(rule)[0] == share)
 
 
-def named(rule: Sparsifier | None) -> tuple[float, str]:
+def named(rule: Sparsifier | Pressed | None) -> tuple[float, str]:
     """Share and name of a rule."""
     return (1.0, "whole") if rule is None else (round(float(np.mean(rule.share)), 3), rule.name)
 
@@ -134,18 +157,20 @@ def begin(model: Any, kv: Any, ids: torch.Tensor) -> Any:
     return cache
 
 
-def thinned(cache: Any, rule: Sparsifier | None) -> Any:
+def thinned(cache: Any, rule: Sparsifier | Pressed | None) -> Any:
     """A copy of it, which a rule thins out when it goes on."""
     twin = copy.deepcopy(cache)
     if rule is None:
         twin.rows.thinning = None
+    elif isinstance(rule, Pressed):
+        twin.rows.thinning = Pressing(rule.press, twin.rows.base)
     else:
         twin.rows.thinning.policy = rule
     return twin
 
 
 def scores(
-    model: Any, kv: Any, ids: torch.Tensor, length: int
+    model: Any, kv: Any, ids: torch.Tensor, length: int, presses: Sequence[Pressed] = ()
 ) -> Iterator[tuple[tuple[float, str, str], Score]]:
     """What each rule makes of one context, by share, rule and task."""
     prompt, at = ids[:length], length // 6
@@ -154,7 +179,7 @@ def scores(
         "copy": (prompt[at : at + CUE + SCORED], CUE),
     }
     cache, exact = begin(model, kv, prompt), dict[str, torch.Tensor]()
-    for rule in rules(model):
+    for rule in rules(model, presses):
         for task, (given, first) in asked.items():
             twin = thinned(cache, rule)
             # The first token alone: with it the answer begins, and tokens are dropped.

@@ -225,6 +225,27 @@ def sparsify(lines: Planner, seq: Sequence, keep: Items[NDArray[np.integer]]) ->
     return int(lost.max())
 
 
+def stand_for(short: Sequence, seq: Sequence, length: int) -> None:
+    """Let a sequence stand for the first tokens of another one, of which its pages hold the rest.
+
+    It takes over the request; it is private from now on. Callers hold the KV lock.
+
+    Args:
+        short: The sequence, in no step, whose pages hold at most `length` tokens.
+        seq: The other one, with the tokens and salts that name what comes behind.
+        length: Number of its tokens.
+    """
+    lines = Planner.of(short)
+    lines.idle(short)
+    lines.tables.lost[:, short.row] += length - short.length
+    lines.tables.lengths[short.row] = length
+    short.publishable = False
+    short.forget_tokens(0)
+    short.note(seq.tokens)
+    short.prompted, short.care, short.reused = seq.prompted, seq.care, seq.reused
+    short.request, seq.request = seq.request, short.request
+
+
 def _checked(
     lines: Planner, seq: Sequence, keep: Items[NDArray[np.integer]]
 ) -> list[NDArray[np.int32]]:

@@ -72,7 +72,8 @@ _CONTAINERS = (tuple, list, set, frozenset, dict, OrderedDict)
 LIBRARIES = frozenset(
     """torch transformers numpy flowkv accelerate peft bitsandbytes torchao optimum hqq
     compressed_tensors gptqmodel awq auto_round kernels flash_attn causal_conv1d mamba_ssm fla
-    triton huggingface_hub safetensors tokenizers packaging tqdm regex typing_extensions""".split()
+    triton huggingface_hub safetensors tokenizers packaging tqdm regex typing_extensions
+    kvpress""".split()
 )
 """Packages with a release that stands for their code, while loaded code agrees with their files."""
 _CHECKPOINTS = "transformers_modules"
@@ -1361,6 +1362,16 @@ def _text_of(module: str) -> str:
         text = path.read_bytes()
         state.update(f"{path.name} {len(text)}\0".encode() + text)
     return state.hexdigest()
+
+
+def code_of(cls: type) -> str:
+    """Return the release and text of a library's class; "" if loaded code differs from its file."""
+    home, root = cls.__module__, cls.__module__.partition(".")[0]
+    members = vars(cls).keys() - _CLASS_ITEMS - {"__repr__", "__replace__"}
+    beside = [f for f in vars(sys.modules[home]).values() if isinstance(f, types.FunctionType)]
+    same = all(map(_genuine, beside)) and all(_as_in_its_file(cls, name) for name in members)
+    same &= not any(isinstance(value, functools.partialmethod) for value in vars(cls).values())
+    return f"{_release(root)} {_text_of(root)} {_text_of(home)}" if same else ""
 
 
 def _name(cls: Any) -> str:

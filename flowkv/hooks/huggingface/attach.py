@@ -34,6 +34,7 @@ from flowkv.hooks.huggingface.cache import BY_COLUMN
 from flowkv.hooks.huggingface.calibrate import calibrating
 from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, name_pages, warn_inherited
 from flowkv.hooks.huggingface.inputs import Names
+from flowkv.hooks.huggingface.press import Press, make_press
 from flowkv.hooks.huggingface.probe import (
     encoder_inputs,
     native_cache,
@@ -70,7 +71,7 @@ def attach(
     reads: Reads = "auto",
     revision: str = "",
     memo: str | Sequence[str] | None = None,
-    sparsify: str | Sparsifier | None = None,
+    sparsify: str | Sparsifier | Any | None = None,
     reuse: Literal["exact", "blend", "edits"] = "exact",
     recompute: str | float | BlendRule = "values",
     max_kl: float | None = None,
@@ -92,7 +93,8 @@ def attach(
         memo: Places, as "host:256MiB", that keep the results of the model's encoders (of images, of
             sound, or of an encoder-decoder): known rows are not computed again (`flowkv.memo`).
         sparsify: Experimental: which tokens of a prompt stay once it is computed, as "snapkv:0.5",
-            or a `flowkv.policy.sparsify.Sparsifier`, which may keep another share in each layer.
+            or a `flowkv.policy.sparsify.Sparsifier`, which may keep another share in each layer, or
+            a press of kvpress, also by name, as "kvpress.SnapKVPress:0.5".
             Dropped tokens are lost to the answer: see the guide on dropping tokens.
         reuse: "exact", or, experimental, "blend": documents that were passed to `KV.learn` are
             reused at any position in a prompt. The answer is near the exact one: see the guide
@@ -117,7 +119,7 @@ def attach(
         >>> answer = model.generate(**inputs)
     """
     compiled, model = hasattr(model, "_orig_mod"), base_model(model)
-    sparsifier = None if sparsify is None else make_sparsifier(sparsify)
+    sparsifier = None if sparsify is None else make_press(sparsify) or make_sparsifier(sparsify)
     if sparsifier is not None:
         experimental("attach(sparsify=)", "it is new, and approximate by nature")
     if reads not in get_args(Reads):
@@ -146,6 +148,9 @@ def attach(
             if sparsifier is not None:
                 check_thinnable(door, sparsifier, reads)
                 door.sparsifier = sparsifier
+            if isinstance(sparsifier, Press):
+                sparsifier.settle(door)
+                follow(kv, unlearn=partial(sparsifier.unlearn, kv))
             if rule is not None:
                 door.blending = Blending(door, rule, edits=reuse == "edits", max_kl=max_kl)
                 door.blending.follow(kv)

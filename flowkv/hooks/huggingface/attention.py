@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -370,6 +370,13 @@ def register() -> None:
         AttentionMaskInterface.register(PREFIX + name, partial(mask, name))
 
 
+def unwrap() -> None:
+    """Remove wrappers from the implementations: kvpress wraps all that are there at its import."""
+    for name in FALLBACKS:
+        with suppress(KeyError):
+            del ALL_ATTENTION_FUNCTIONS[PREFIX + name]
+
+
 @torch.compiler.disable
 def mask(previous: str, **arguments: Any) -> torch.Tensor | None:
     """Return a mask recipe where pages may be read, else the model's own mask.
@@ -532,6 +539,7 @@ class Switch:
     """
 
     def __init__(self, model: Any) -> None:
+        unwrap()
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # uses the cache
         decoder = decoder if isinstance(decoder, torch.nn.Module) else model
         configs: list[Any] = [getattr(module, "config", None) for module in decoder.modules()]
@@ -550,6 +558,7 @@ class Switch:
             if self._forwards > 1 or self.reason:
                 return
             register()
+            unwrap()
             for held, known in self._configs:
                 # An implementation that was set meanwhile has not been checked for obstacles.
                 if held[_CHOSEN] == known:

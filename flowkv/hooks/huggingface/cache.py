@@ -1255,7 +1255,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
     def thin(self) -> None:
         """Remove tokens from the rows by `thinning`, between two forwards; only once."""
         thinning, self.rows.thinning = self.rows.thinning, None
-        thinning.apply(self.rows, {layer.index: layer for layer in self.paged})
+        thinning.apply(self)
         self.follow()
 
     # ---- operations of generation

@@ -27,6 +27,7 @@ from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, usual
 from flowkv.hooks.huggingface.packing import PackedCall
+from flowkv.hooks.huggingface.press import Press, Pressing
 from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
     NOTHING,
@@ -119,7 +120,7 @@ class ForwardHook:
         self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._inside: set[tuple[int, int]] = set()
         self._leaving, self._problem = False, ""
-        self.sparsifier: Sparsifier | None = None
+        self.sparsifier: Sparsifier | Press | None = None
         self.blending: Any = None  # a `blend.Blending`
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
@@ -619,7 +620,8 @@ class ForwardHook:
                 f"no cache for this prompt: {problem}", "Call generate without past_key_values"
             )
         wait = bool(call.modal) or self.plan.stateful
-        most = call.columns - max(1, self._asked)
+        # What a press leaves of the prompt has pages of its own.
+        most = 0 if isinstance(self.sparsifier, Press) else call.columns - max(1, self._asked)
         limits = ReuseLimits(most, care=care, wait=wait)
         return self._paged(self._admit(call, pads, limits), call, pads)
 
@@ -721,7 +723,11 @@ class ForwardHook:
         layers = len(self.plan.placed) + len(self.plan.indexers)
         rows = Rows(self.kv, seqs, pads, base, layers=layers, trusted=self.trusted)
         rows.lengths = self._lengths()
-        rows.thinning = self.sparsifier and Thinning(self.sparsifier)
+        if isinstance(self.sparsifier, Press):
+            columns = max(len(seq.tokens) + pad for seq, pad in rows.padded)
+            rows.thinning = Pressing(self.sparsifier, columns)
+        elif self.sparsifier is not None:
+            rows.thinning = Thinning(self.sparsifier)
         return rows
 
     def _paged(
@@ -818,8 +824,12 @@ class ForwardHook:
             pads = rows.pads.tolist()
             fill = Fill([seq.tokens for seq in rows.seqs], call.modal, self.names.placeholders)
             call = ForwardCall(self.names, call.skip(0, fill.rest(rows.base, pads)))
-        if rows.thinning is not None and rows.forwards and call.columns == 1:
-            cache.thin()  # the prompt is computed, and the answer begins
+        if rows.thinning is not None and rows.thinning.due(rows, call):
+            base = rows.base
+            cache.thin()
+            call = (
+                ForwardCall(self.names, call.skip(rows.base - base)) if rows.base > base else call
+            )
         if rows.forwards and rows.prefilling and not rows.blind:
             rows.prefilling = call.columns >= self.kv.page_size
             if rows.prefilling:

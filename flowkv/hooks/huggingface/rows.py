@@ -540,6 +540,18 @@ class Rows:
             )
 
 
+def replace_all(rows: Rows, seqs: Items[Sequence], columns: int) -> None:
+    """Go on at a column with other sequences, which lost tokens and are not published."""
+    rows.abandon()
+    rows.land()
+    with closed_on_error(rows.seqs):  # an interrupt leaves no row at another column
+        rows._last, old = None, list(rows.seqs)
+        rows.seqs[:] = seqs
+        close_all(old)
+        rows.disable_publishing()
+        rows.rebase(columns)
+
+
 def same_encoding(rows: Rows, total: int) -> bool:
     """Return whether positions are still encoded as before once rows have `total` columns."""
     if rows.lengths is None:
@@ -618,7 +630,7 @@ def _noticed(rows: Rows, call: ForwardCall) -> bool:
     if call.ids is None or len(call.ids) != len(rows.seqs):
         return False
     ids = call.ids.detach().cpu().numpy()
-    return _follows(rows, ids, rows.base) and not _follows(rows, ids, rows.told)
+    return goes_on(rows, ids, rows.base) and not goes_on(rows, ids, rows.told)
 
 
 def _check_padding(rows: Rows, call: ForwardCall) -> None:
@@ -657,7 +669,7 @@ def _passed_again(rows: Rows, call: ForwardCall, generates: bool) -> bool:
     ids = call.ids.detach().cpu().numpy()
     each = zip(ids, rows.padded, strict=True)
     begins = all(_begins(line, seq.tokens, pad) for line, (seq, pad) in each)
-    follows = _follows(rows, ids, rows.told)
+    follows = goes_on(rows, ids, rows.told)
     if begins and (not follows or not silent or generates):
         return True
     if call.names.encoder and call.mask is None and begins is follows:
@@ -683,7 +695,7 @@ def _is_flat(mask: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return isinstance(mask, torch.Tensor) and mask.dim() == 2
 
 
-def _follows(rows: Rows, ids: NDArray[Any], base: int) -> bool:
+def goes_on(rows: Rows, ids: NDArray[Any], base: int) -> bool:
     """Return whether tokens agree with the known ones from column `base` on."""
     return all(
         _alike(line[max(pad - base, 0) :], seq.tokens[max(base - pad, 0) :])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,13 @@ class Thinning:
         policy: The policy that selects the tokens that stay.
     """
 
-    def __init__(self, policy: Sparsifier) -> None:
+    def __init__(self, policy: Any) -> None:
         self.policy = policy
         self._seen: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
 
     def fork(self) -> Thinning:
         """Return a copy, for a copy of the rows."""
-        twin = Thinning(self.policy)
+        twin = copy(self)
         twin._seen = dict(self._seen)
         return twin
 
@@ -49,13 +50,17 @@ class Thinning:
         """Drop the stored queries after a rollback of their tokens."""
         self._seen.clear()
 
-    def apply(self, rows: Rows, layers: dict[int, Any]) -> None:
+    def due(self, rows: Rows, call: Any) -> bool:
+        """Return whether the prompt is computed, and the answer begins with a forward."""
+        return bool(rows.forwards) and call.columns == 1
+
+    def apply(self, cache: Any) -> None:
         """Drop tokens of all rows, between two forwards; warn of rows that must keep all of them.
 
         Args:
-            rows: The rows, which are not published from now on.
-            layers: Their layers in pages, by the model's layer index.
+            cache: The cache, of which nothing is published from now on.
         """
+        rows, layers = cache.rows, {layer.index: layer for layer in cache.paged}
         for index, layer in layers.items():
             if not layer.placed.in_pages or (self.policy.queries and index not in self._seen):
                 self._refuse(rows, f"the attention of layer {index} is not over pages")
@@ -120,7 +125,7 @@ class Thinning:
         return weights.mean((2, 3))
 
 
-def check_thinnable(door: Any, policy: Sparsifier, reads: str) -> None:
+def check_thinnable(door: Any, policy: Any, reads: str) -> None:
     """Check that a policy can drop tokens from the cache of an attached model.
 
     Raises:
@@ -135,6 +140,8 @@ def check_thinnable(door: Any, policy: Sparsifier, reads: str) -> None:
         problem = f"layers that are {' or '.join(odd)} have no tokens to choose among"
     elif door.kv.config.overflow:
         problem = "overflow=True keeps all of a prompt, wherever it lies"
+    elif door.kv.config.audit and not isinstance(policy, Sparsifier):
+        problem = "audit= computes pages exactly, and would take pruned ones for wrong"
     elif reads != "auto":
         problem = f"reads={reads!r} gathers K and V of all columns, dropped ones included"
     elif not all(placed.in_pages for placed in plan.placed.values()):

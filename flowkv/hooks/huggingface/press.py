@@ -1,0 +1,377 @@
+"""`Press`: keeps of a prompt what a press of kvpress keeps, in pages with a name of their own.
+
+A press runs on a plain prefill of the prompt, by its own hooks. What it leaves of keys and values
+is written to pages that are named by model, press, release, settings and prompt; so those of
+kvpress itself are shared, stored and found again by other processes, and never by another press or
+an exact request. Other presses publish nothing: no name could cover what they compute with.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowkv.cache.block_table import Planner
+from flowkv.cache.erasure import forget_prompt
+from flowkv.cache.kv import KV, count_tokens, plan, warn
+from flowkv.cache.sequence import Sequence
+from flowkv.cache.step import stand_for
+from flowkv.core.errors import ConfigError, FlowKVError, StateError
+from flowkv.core.keys import Salt, as_tokens
+from flowkv.hooks.huggingface.probe import (
+    execution_device,
+    native_cache,
+    ordinary_tokens,
+    quiet,
+)
+from flowkv.hooks.huggingface.rows import closed_on_error, goes_on, replace_all, same_encoding
+from flowkv.hooks.huggingface.thin import Thinning
+from flowkv.naming.computation import code_of
+from flowkv.naming.identity import drawn
+
+_TRIAL_TOKENS = 256
+"""Tokens of a trial: most presses need more than the 64 of their windows."""
+_MASKS = "masked_key_indices"
+"""Attribute in which kvpress names the keys that attention skips, head by head."""
+_MOVED = {
+    "FinchPress": "needs a delimiter between a context and its question",
+    "KeyRerotationPress": "gives keys new positions, which those of later tokens do not follow",
+    "PrefillDecodingPress": "drops tokens while it decodes",
+    "RestoreKVPress": "gives keys new positions, which those of later tokens do not follow",
+}
+"""Presses whose prefill does not show that more than its keys and values are changed."""
+_REMEDY = (
+    "Pass a press that keeps equally many tokens in all layers and heads, such as "
+    'ExpectedAttentionPress, KeyDiffPress or SnapKVPress, or a rule of FlowKV, such as "snapkv:0.5"'
+)
+Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values `[n, Hk, D]` that are left, by layer."""
+
+
+class PressError(FlowKVError):
+    """A press did not prune a prompt, or left what pages cannot hold."""
+
+
+class Press:
+    """A press of kvpress, or any object of its protocol, as the sparsifier of an attached model.
+
+    Args:
+        given: The press: called with a model, it gives the context manager of a prefill.
+
+    Attributes:
+        name: Name of its class.
+        queries: 0: no attention of a prompt's last tokens is asked for.
+        share: 1.0: all layers keep equally many tokens, and are paged together.
+        words: Its name, once it is settled; b"" if nothing that it leaves is shared.
+
+    Raises:
+        ConfigError: It cannot be copied, or drops tokens in a way that pages cannot hold.
+    """
+
+    queries, share = 0, 1.0
+
+    def __init__(self, given: Any) -> None:
+        self.name, self.words = type(given).__name__, b""
+        try:
+            self.given = copy.deepcopy(given)
+            kinds = [kind for one in _nested(self.given) for kind in type(one).__mro__]
+        except Exception as error:  # such as a lock, or a press within itself
+            text = f"{self.name} cannot be copied: {type(error).__name__}: {error}"
+            raise ConfigError(text, _REMEDY) from error
+        for kind in kinds:
+            if why := _MOVED.get(kind.__name__):
+                raise ConfigError(f"{kind.__name__} {why}", _REMEDY)
+
+    def share_of(self, layer: int) -> float:
+        """Return 1.0, see `share`."""
+        return self.share
+
+    def settle(self, door: Any) -> None:
+        """Check by a trial that a press and a model fit, and name the press with what it loads.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        most = getattr(door.model.config.get_text_config(), "max_position_embeddings", None)
+        ids = ordinary_tokens(door.model, door.names, min(_TRIAL_TOKENS, most or _TRIAL_TOKENS))
+        try:
+            kept, self.words = self.prefill(door, ids)
+        except PressError as error:
+            raise ConfigError(error.problem, error.remedy) from error
+        if len(next(iter(kept.values()))[0]) == ids.shape[1]:
+            raise ConfigError(f"{self.name} drops no token of a prompt of {ids.shape[1]}", _REMEDY)
+        if not self.words:
+            text = "no name covers its code, its settings, what it loads or what it draws."
+            warn(door.kv, "press", f"FlowKV shares nothing that {self.name} leaves: {text}")
+
+    def prefill(self, door: Any, ids: torch.Tensor) -> tuple[Kept, bytes]:
+        """Return what is left of a prompt, and the words that name the press, b"" if none do.
+
+        Args:
+            door: The door of the model.
+            ids: `[1, S]`.
+
+        Raises:
+            PressError: The press failed, or left what pages cannot hold.
+        """
+        names, cache, before = door.names, native_cache(door.model), _drawn()
+        given = {names.ids: ids, names.cache: cache, "use_cache": True}
+        if "logits_to_keep" in names.parameters:
+            given["logits_to_keep"] = 1
+        try:
+            model, press = _twin(door.model), copy.deepcopy(self.given)
+            with quiet(model), with_positions(model):
+                with press(model):
+                    model(**given)
+                words = words_of(press) if _drawn() == before else b""
+            masked = any(getattr(m, _MASKS, None) is not None for m in model.modules())
+            layers = {layer: cache.layers[layer] for layer in door.plan.placed}
+            found = {i: (one.keys[0], one.values[0]) for i, one in layers.items()}
+            counts = sorted({x.shape[1] for pair in found.values() for x in pair})
+        except Exception as error:  # such as an assertion on the length of the prompt
+            text = f"{self.name} failed on {ids.shape[1]} tokens: {type(error).__name__}: {error}"
+            raise PressError(text, _REMEDY) from error
+        problem = ""
+        if masked:
+            problem = f"{self.name} masks other keys in each head"
+        elif len(counts) > 1:
+            problem = f"{self.name} keeps {counts[0]} to {counts[-1]} tokens, by layer"
+        elif not 0 < counts[0] <= ids.shape[1]:
+            problem = f"{self.name} leaves {counts[0]} of {ids.shape[1]} tokens"
+        elif not all(bool(x.isfinite().all()) for pair in found.values() for x in pair):
+            problem = f"{self.name} leaves keys or values that are not finite"
+        if problem:
+            raise PressError(problem, _REMEDY)
+        return {i: (k.transpose(0, 1), v.transpose(0, 1)) for i, (k, v) in found.items()}, words
+
+    def salt(self, tokens: Any) -> Salt:
+        """Return the salt that names what the press leaves of a prompt."""
+        state = hashlib.sha256(b"flowkv.press/1\0" + len(self.words).to_bytes(8, "little"))
+        state.update(self.words)
+        state.update(tokens.astype("<u4").tobytes())
+        return Salt(0, state.digest())
+
+    def unlearn(self, kv: KV, tokens: Any, tenant: str | None) -> int:
+        """Erase what is left of exactly this prompt; count it."""
+        given = as_tokens(tokens)
+        with kv._probe(given, tenant, [self.salt(given)]) as seq:
+            return forget_prompt(Planner.of(seq).store, seq)
+
+
+class Pressing(Thinning):
+    """Press of one cache, until the tokens behind its prompt come.
+
+    Args:
+        policy: The press.
+        columns: Columns of the prompt; the tokens behind them are not pressed.
+    """
+
+    def __init__(self, policy: Press, columns: int) -> None:
+        super().__init__(policy)
+        self.columns = columns
+
+    def due(self, rows: Any, call: Any) -> bool:
+        """Return whether a forward goes on behind the prompt.
+
+        Raises:
+            StateError: It has tokens of the prompt, too, and wants their logits, or they differ, or
+                have other positions.
+        """
+        behind, problem = rows.base + call.columns - self.columns, ""
+        if not 0 < behind < call.columns or call.ids is None:
+            return behind > 0 and call.ids is not None
+        known = all(len(seq.tokens) + pad >= self.columns for seq, pad in rows.padded)
+        if not (call.skippable and call.keep <= behind):
+            problem, remedy = "asks for their results", "Pass logits_to_keep=1, as generate does"
+        elif not (known and goes_on(rows, call.ids.detach().cpu().numpy(), rows.base)):
+            problem, remedy = "has others", "Give kv.cache(...) and generate the same context"
+        elif not (rows.by_column or rows.usual(call.columns, call.positions)):
+            problem, remedy = "moves them", "Pass position_ids that count the tokens, or none"
+        if problem:
+            raise StateError(
+                f"a forward goes on behind the {self.columns} tokens of a context that "
+                f"{self.policy.name} prunes, and {problem}",
+                f"{remedy}, or pass the context by itself",
+            )
+        return True
+
+    def apply(self, cache: Any) -> None:
+        """Replace the rows of a cache by what the press leaves; warn of rows that stay whole."""
+        rows, pruned = cache.rows, list[Sequence]()
+        rows.flush()
+        other = cache.options or rows.shifts.any() or any(seq.salts for seq in rows.seqs)
+        try:
+            for problem, found in (
+                ("K and V of the prompt depend on more than its tokens", rows.blind),
+                ("the padding of the prompt has no position_ids", rows.by_column),
+                ("positions depend on length", not same_encoding(rows, self.columns)),
+                ("the pages of the prompt are named by more than its tokens", other),
+            ):
+                if found:
+                    raise PressError(problem, _REMEDY)
+            with closed_on_error(pruned):
+                for seq, pad in rows.padded:
+                    pruned.append(self._prune(cache, seq, self.columns - pad))
+        except FlowKVError as error:
+            text = f"FlowKV keeps all tokens of {len(rows.seqs)} prompts: {error.problem}."
+            warn(rows.kv, f"press: {error.problem}", text)
+            return
+        except BaseException:  # an interrupt: the next forward begins again
+            rows.thinning = self
+            raise
+        replace_all(rows, pruned, self.columns)
+
+    def _prune(self, cache: Any, seq: Sequence, length: int) -> Sequence:
+        """Return a sequence that stands for the first `length` tokens of a prompt.
+
+        Its pages are found by their name, up to the state that ends them, or else computed.
+        """
+        kv, door, ids = cache.rows.kv, cache.door, seq.tokens[:length].copy()
+        door.refresh(private=False)
+        if seq.namespace != kv.namespace:
+            raise PressError("the model changed after the cache was opened", _REMEDY)
+        if len(ids) != length:
+            raise PressError(f"{len(ids)} of {length} tokens of the prompt are known", _REMEDY)
+        name, lease = [self.policy.salt(ids)], cache.care.get("lease", "")
+        most = length if self.policy.words and words_of(self.policy.given) else 0
+        found = kv.open(ids, tenant=seq.owner, salts=name, limit=most, state=True, lease=lease)
+        with closed_on_error([found]):
+            # What is left was counted as a part of the prompt.
+            taken = length - seq.length if found.length else 0
+            count_tokens(kv, -length, taken - found.reused)
+            if not found.length:
+                device = execution_device(door.model)
+                kept, words = self.policy.prefill(
+                    door, torch.from_numpy(ids.astype(np.int64))[None].to(device)
+                )
+                count = len(next(iter(kept.values()))[0])
+                with torch.no_grad(), plan(kv, [found], [count]) as step:
+                    step.audits = True  # its time is no measure of computing prompts
+                    step.give(ids[:count])
+                    for layer, (k, v) in kept.items():
+                        step.write(layer, k.contiguous(), v.contiguous())
+                    same = most > 0 and words == self.policy.words
+                    step.vouched = same and door.trusted()
+                    found.publishable &= step.vouched  # it may have been forgotten meanwhile
+                kv.save_state(found, {"tokens": length})
+            with kv.lock:
+                stand_for(found, seq, length)
+            found.reused += taken
+        return found
+
+
+def make_press(given: Any) -> Press | None:
+    """Make a press from "kvpress.CLASS:SHARE", or from an object of its protocol.
+
+    Returns:
+        None for any other object, such as a rule of FlowKV.
+
+    Raises:
+        ConfigError: kvpress is missing or has no such press, or the press cannot be used.
+    """
+    if isinstance(given, str) and given.startswith("kvpress."):
+        kind, _, share = given.removeprefix("kvpress.").partition(":")
+        try:
+            given = getattr(importlib.import_module("kvpress"), kind)(
+                compression_ratio=1 - float(share)
+            )
+        except ImportError as error:
+            raise ConfigError(
+                f"kvpress cannot be imported: {error}",
+                "pip install --no-deps 'kvpress>=0.5.5,<0.6', and the packages that it names",
+            ) from error
+        except Exception as error:
+            raise ConfigError(
+                f"sparsify={given!r} makes no press: {error}",
+                'Write "kvpress.CLASS:SHARE", the kept part, or pass a press of your own making',
+            ) from error
+    if _is_press(given) and callable(given):
+        return Press(given)
+    return None
+
+
+def _twin(model: Any) -> Any:
+    """Return a copy of a model's modules around the same tensors: presses write to modules."""
+    tensors = chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+@contextmanager
+def with_positions(model: Any) -> Iterator[None]:
+    """Pass `cache_position` to attention layers: kvpress 0.5 reads it, transformers dropped it."""
+
+    def give(module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        hidden, cache = given.get("hidden_states"), given.get("past_key_values")
+        if hidden is not None and cache is not None and given.get("cache_position") is None:
+            past = cache.get_seq_length(module.layer_idx)
+            columns = torch.arange(past, past + hidden.shape[1], device=hidden.device)
+            given = {**given, "cache_position": columns}
+        return args, given
+
+    layers = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    handles = [module.register_forward_pre_hook(give, with_kwargs=True) for module in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_press(value: Any) -> bool:
+    return callable(getattr(value, "compress", None)) and not isinstance(value, type)
+
+
+def _nested(held: Any) -> Iterator[Any]:
+    """Yield a press, or those in a container, and all that they hold."""
+    if _is_press(held):
+        yield held
+        held = vars(held)
+    if isinstance(held, (list, tuple, dict)):
+        for one in held.values() if isinstance(held, dict) else held:
+            yield from _nested(one)
+
+
+def _drawn() -> list[bytes]:
+    """Return the states of the generators that all code shares."""
+    return [*drawn(), repr((random.getstate(), np.random.get_state())).encode()]
+
+
+def words_of(press: Any) -> bytes:
+    """Return the words that name a press; b"" if none do."""
+    try:
+        return json.dumps(_words(press), sort_keys=True).encode()
+    except Exception:  # it holds what has no name
+        return b""
+
+
+def _words(value: Any) -> Any:
+    """Return a press, or a setting of one, as JSON that differs from that of any other.
+
+    Raises:
+        TypeError: It has settings that cannot be named, or is not kvpress's own.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        content = hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()
+        return ["tensor", str(value.dtype), list(value.shape), content]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, *map(_words, value)]
+    if type(value) is dict:
+        return ["dict", *sorted(([_words(k), _words(v)] for k, v in value.items()), key=json.dumps)]
+    kinds = type(value).__mro__[:-1]
+    made = [[f"{kind.__module__}.{kind.__qualname__}", code_of(kind)] for kind in kinds]
+    if not all(name.startswith("kvpress.") and code for name, code in made):
+        raise TypeError(type(value).__name__)
+    return [made, _words(vars(value))]
