@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import flowkv
+from tests.hooks import models
 
 
 def generate(model: torch.nn.Module, new_tokens: int = 20, **inputs: Any) -> Any:
@@ -49,3 +50,17 @@ def reused(kv: flowkv.KV) -> int:
 def foreign(kv: flowkv.KV) -> str:
     """Why nothing of the attached model is shared; "" if its pages are."""
     return str(kv.stats()["foreign"])
+
+
+def asked(model: Any) -> list[tuple[dict[str, Any], Any]]:
+    """Calls of `generate` with a prompt, a longer one and a padded batch, and plain's answers."""
+    first, more = (models.prompt(n, seed).to(model.device) for n, seed in ((120, 1), (40, 7)))
+    batch = torch.cat([models.prompt(70, seed) for seed in (1, 2, 3)]).to(model.device)
+    mask = torch.ones_like(batch)
+    mask[1, :20] = mask[2, :33] = 0
+    calls = [
+        dict(input_ids=first),
+        dict(input_ids=torch.cat([first, more], 1)),
+        dict(input_ids=batch, attention_mask=mask),
+    ]
+    return [(call, generate(model, **call)) for call in calls]

@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from tests.cache.fakes import lasting
 from tests.cache.test_codecs import PAGE, make, poison, text
 from tests.cache.toy import check_content, make_kv, published
 from tests.hooks import models
-from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.hooks.compare import asked, assert_same, attached, generate, reused
 from tests.inside import DeviceTimer, NonFiniteError
 from tests.queued import Event, Runtime, like_a_gpu
 
@@ -35,20 +34,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[Runtime]:
             gc.collect()
         assert not runtime.registered, "memory is still registered with the device"
         assert not runtime.faults
-
-
-def asked(model: torch.nn.Module) -> list[tuple[dict[str, Any], Any]]:
-    """Calls of `generate`, and their answers without a cache."""
-    first, more = models.prompt(120, 1), models.prompt(40, 7)
-    batch = torch.cat([models.prompt(70, seed) for seed in (1, 2, 3)])
-    mask = torch.ones_like(batch)
-    mask[1, :20] = mask[2, :33] = 0
-    calls = [
-        dict(input_ids=first),
-        dict(input_ids=torch.cat([first, more], 1)),
-        dict(input_ids=batch, attention_mask=mask),
-    ]
-    return [(call, generate(model, **call)) for call in calls]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
