@@ -232,7 +232,7 @@ def stand_for(short: Sequence, seq: Sequence, length: int) -> None:
 
     Args:
         short: The sequence, in no step, whose pages hold at most `length` tokens.
-        seq: The other one, with the tokens and salts that name what comes behind.
+        seq: The other one, with the tokens, and the salts of later tokens.
         length: Number of its tokens.
     """
     lines = Planner.of(short)

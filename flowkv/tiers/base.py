@@ -258,7 +258,7 @@ class Tier(Protocol):
 
 
 class OverTier:
-    """Base of a tier over another one, which says what is stored and how much room there is.
+    """Base of a tier over another one; frames and room are those of the other.
 
     Attributes:
         inner: The other tier.

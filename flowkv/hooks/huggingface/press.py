@@ -59,7 +59,7 @@ Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class PressError(FlowKVError):
-    """A press did not prune a prompt, or left what pages cannot hold."""
+    """A press did not prune a prompt, or left a cache that pages cannot hold."""
 
 
 class Press:
@@ -97,7 +97,7 @@ class Press:
         return self.share
 
     def settle(self, door: Any) -> None:
-        """Check by a trial that a press and a model fit, and name the press with what it loads.
+        """Check by a trial that a press and a model fit, and name the press with the settings that it loads.
 
         Raises:
             ConfigError: They do not.
@@ -115,14 +115,14 @@ class Press:
             warn(door.kv, "press", f"FlowKV shares nothing that {self.name} leaves: {text}")
 
     def prefill(self, door: Any, ids: torch.Tensor) -> tuple[Kept, bytes]:
-        """Return what is left of a prompt, and the words that name the press, b"" if none do.
+        """Return the pruned cache of a prompt, and the words that name the press, b"" if none do.
 
         Args:
             door: The door of the model.
             ids: `[1, S]`.
 
         Raises:
-            PressError: The press failed, or left what pages cannot hold.
+            PressError: The press failed, or left a cache that pages cannot hold.
         """
         names, cache, before = door.names, native_cache(door.model), _drawn()
         given = {names.ids: ids, names.cache: cache, "use_cache": True}
@@ -155,14 +155,14 @@ class Press:
         return {i: (k.transpose(0, 1), v.transpose(0, 1)) for i, (k, v) in found.items()}, words
 
     def salt(self, tokens: Any) -> Salt:
-        """Return the salt that names what the press leaves of a prompt."""
+        """Return the salt that names the pruned pages of a prompt."""
         state = hashlib.sha256(b"flowkv.press/1\0" + len(self.words).to_bytes(8, "little"))
         state.update(self.words)
         state.update(tokens.astype("<u4").tobytes())
         return Salt(0, state.digest())
 
     def unlearn(self, kv: KV, tokens: Any, tenant: str | None) -> int:
-        """Erase what is left of exactly this prompt; count it."""
+        """Erase the pruned pages of exactly this prompt; return their number."""
         given = as_tokens(tokens)
         with kv._probe(given, tenant, [self.salt(given)]) as seq:
             return forget_prompt(Planner.of(seq).store, seq)
@@ -206,7 +206,7 @@ class Pressing(Thinning):
         return True
 
     def apply(self, cache: Any) -> None:
-        """Replace the rows of a cache by what the press leaves; warn of rows that stay whole."""
+        """Replace the rows of a cache by pruned ones; warn of rows that stay whole."""
         rows, pruned = cache.rows, list[Sequence]()
         rows.flush()
         other = cache.options or rows.shifts.any() or any(seq.salts for seq in rows.seqs)
