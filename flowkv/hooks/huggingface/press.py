@@ -97,7 +97,7 @@ class Press:
         return self.share
 
     def settle(self, door: Any) -> None:
-        """Check by a trial that a press and a model fit, and name the press with the settings that it loads.
+        """Check by a trial that a press and a model fit, and name its loaded settings, too.
 
         Raises:
             ConfigError: They do not.
