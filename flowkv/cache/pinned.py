@@ -31,12 +31,13 @@ from flowkv.tiers.slots import SlotPool
 # Order of the copies between pinned memory and a device.
 #
 # Copies run on streams of their own, one for each direction. `follow` makes them wait for the work
-# queued on the caller's stream so far; `lead` makes the caller's stream wait for the copies to the
-# device so far, `after` for one mark; a mark is a place in the order of one direction. Copies from
-# the device wait for earlier copies to it; only writes to a page that became free wait for the copy
-# that reads it. A copy reads its source when the stream comes to it, never before: the order in
-# which a driver may read sources ahead of the stream (`cudaMemcpySrcAccessOrderAny`) has sent
-# half-written pages to disks elsewhere (vLLM issue 45704), and is not requested here.
+# queued so far on the streams that use pages (`use`); `lead` makes the caller's stream wait for the
+# copies to the device so far, `after` for one mark; a mark is a place in the order of one
+# direction. Copies from the device wait for earlier copies to it; only writes to a page that became
+# free wait for the copy that reads it, and for other streams that used it. A copy reads its source
+# when the stream comes to it, never before: the order in which a driver may read sources ahead of
+# the stream (`cudaMemcpySrcAccessOrderAny`) has sent half-written pages to disks elsewhere (vLLM
+# issue 45704), and is not requested here.
 
 Places = Sequence[int]
 
@@ -81,20 +82,37 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._up, self._down, self._aside = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
+        self._users = list[torch.cuda.Stream]()
+
+    def use(self) -> None:
+        """Record that the caller's stream reads and writes pages, after other streams' work."""
+        stream = torch.cuda.current_stream(self.device)
+        if stream not in (*self._users, self._aside):  # pages that are encoded stay lent
+            for other in self._users:
+                stream.wait_stream(other)
+            self._users.append(stream)
+
+    def used(self) -> list[CudaMark]:
+        """Return a mark after the work of each stream that uses pages; none if it is only one."""
+        return [CudaMark(stream) for stream in self._users] if len(self._users) > 1 else []
 
     def follow(self) -> None:
-        """Make later copies begin after the work queued on the caller's stream so far."""
-        self._up.wait_stream(torch.cuda.current_stream(self.device))
+        """Make later copies begin after the work queued on the streams that use pages so far."""
+        self.use()
+        for stream in self._users:
+            self._up.wait_stream(stream)
         self._down.wait_stream(self._up)
 
     @contextlib.contextmanager
     def encoding(self, pages: torch.Tensor) -> Iterator[None]:
-        """Queue the block's work on a stream of its own, behind the caller's work so far.
+        """Queue the block's work on a stream of its own, behind all work on pages so far.
 
         The memory of `pages` is not used for anything else before that work is over. If the block
         raises, that work is over then.
         """
-        self._aside.wait_stream(torch.cuda.current_stream(self.device))
+        self.use()
+        for stream in self._users:
+            self._aside.wait_stream(stream)
         pages.record_stream(self._aside)
         try:
             with torch.cuda.stream(self._aside):
@@ -216,6 +234,7 @@ class Copies:
         self._copies = itertools.count()
         self._read: dict[int, tuple[int, CudaMark]] = {}  # by granule: end of the copy that reads
         self._freed: tuple[int, CudaMark] | None = None  # latest such end of a page freed since
+        self._used: list[CudaMark] = []  # last uses of freed pages, where several streams use pages
         self._small = SlotPool(_DIGESTS_BYTES)
         self._end = weakref.finalize(self, _end, self._coming, self._leaving)
         self._end.atexit = False
@@ -301,9 +320,11 @@ class Copies:
 
         These are all copies to the device, and copies from pages that have become free.
         """
+        self.streams.use()
         self.launch()
         self.reuse()
-        self._reclaim()
+        if self._coming or self._leaving:
+            self._reclaim()
         if self._coming:
             self.streams.lead()
 
@@ -380,14 +401,19 @@ class Copies:
         return sound
 
     def free(self, *granules: int) -> None:
-        """Record that pages are free, although a copy may still read them."""
+        """Record that pages are free, although a copy or another stream may still read them."""
+        self._used = self.streams.used() or self._used
         for granule in granules:
             read = self._read.get(granule)
             if read is not None:
                 self._freed = max(read, self._freed or read)
 
     def reuse(self) -> None:
-        """Make later work on the caller's stream begin after the copies that read freed pages."""
+        """Make later work on the caller's stream begin after the last uses of freed pages."""
+        if self._used:
+            self._used = [mark for mark in self._used if not mark.done()]
+            for mark in self._used:
+                self.streams.after(mark)
         if self._freed is not None:
             if self._freed[1].done():
                 self._freed = None

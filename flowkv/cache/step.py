@@ -384,6 +384,9 @@ class Step:
         with planner.guard:  # pages reserved before `_open` is set would never be released
             self.advance: Advance = planner.reserve(self.seqs, counts, before)
             self._open = True
+            for pool in planner.store.pools.values():
+                if pool.copies is not None:  # another thread's stream may have begun copies
+                    pool.copies.join()
         self._single = self.advance.most_new == 1 and self.advance.starts[-1] == len(self.seqs)
         self._tables = planner.tables.pages
         self._waited_s = 0.0
@@ -534,10 +537,6 @@ class Step:
         """Return the rows for the kernels, on the group's device."""
         found = self._batches.get(group)
         if found is None:
-            copies = self.planner.store.pool(group).copies
-            if copies is not None:
-                with self.planner.guard:
-                    copies.join()  # pages may have been copied on another thread's stream
             found = self._batches[group] = self.planner.ragged(group, self.advance)
         return found
 

@@ -253,10 +253,6 @@ class StaticStep(Step):
         """
         advance, tables, (rows, new, pages) = step.advance, self.planner.tables, self.shape
         n, groups, count = len(advance.rows), len(advance.ends), rows * new
-        with self.planner.guard:  # pages may have been requested on another thread's stream
-            for pool in self.planner.store.pools.values():
-                if pool.copies is not None:
-                    pool.copies.join()
         buffer, table, event = self._stages[self._turn]
         self._turn = (self._turn + 1) % len(self._stages)
         if event is not None:
