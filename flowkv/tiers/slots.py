@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import weakref
 from bisect import bisect
@@ -11,13 +12,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from operator import attrgetter
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flowkv.core.errors import StateError
-from flowkv.core.memory import populate
-from flowkv.tiers.io.engine import Arena, ArenaSlot
+from flowkv.core.memory import address_of, own_memory, populate
+from flowkv.tiers.io.engine import PAGE_BYTES, Extents
 
 Bytes = NDArray[np.uint8]
 
@@ -49,11 +50,8 @@ class SlotPool:
         self._made_bytes = self._free_bytes = 0  # of all chunks
         self._ahead_bytes = 0  # of chunks that the thread makes
         self._last: _Chunk | None = None  # the chunk that had room last
-        self._ended: deque[ArenaSlot] = deque()  # slots without arrays; a finalizer may only append
-        self._taken: dict[int, tuple[int, _Chunk]] = {}  # bytes and chunk of each slot, by address
-        self._wiped: set[int] = set()  # addresses of slots to overwrite
-        self._lock, self._closed = threading.Lock(), False
-        self._open = {True}  # emptied on close: then no slot is collected any more
+        self._book = _Book()
+        self._lock = threading.Lock()
         self._ahead: _Making | None = None
 
     @property
@@ -72,7 +70,7 @@ class SlotPool:
             more_bytes: Added to the size, for copies under way.
         """
         with self._lock:
-            if self._pin is not None or self._closed:
+            if self._pin is not None or self._book.closed:
                 return
             self._pin, self._unpin, self.n_bytes = pin, unpin, self.n_bytes + more_bytes
             for chunk in self._chunks:
@@ -92,39 +90,28 @@ class SlotPool:
 
     def acquire_all(self, count: int, n_bytes: int, *, pinned: bool = False) -> list[Bytes]:
         """Return so many slots of one size, or as many as there is room for; see `acquire`."""
-        found = list[tuple[_Chunk, ArenaSlot]]()
+        arrays = list[Bytes]()
         with self._lock:
-            if self._closed or n_bytes < 1:
+            if self._book.closed or n_bytes < 1:
                 return []
             self._collect()
-            try:
-                while len(found) < count:
-                    if some := self._find(count - len(found), n_bytes, pinned):
-                        found += some
-                        self._free_bytes -= sum([slot.taken_bytes for _, slot in some])
-                        continue
-                    chunk = None if pinned and (self.why or not self._pin) else self._next(n_bytes)
-                    if chunk is None:
-                        break
-                    self._add(chunk)
-                if found:
-                    self._make_ahead()
-            except BaseException:
-                self._ended += [slot for _, slot in found]
-                raise
-        arrays = [np.frombuffer(slot.view, np.uint8) for _, slot in found]
-        books = self._ended, self._open, self._taken, self._wiped
-        for (chunk, slot), array in zip(found, arrays, strict=True):
-            self._taken[slot.address] = n_bytes, chunk
-            # The chunk stays registered and mapped until the last of its arrays is gone.
-            weakref.finalize(array, _end, slot, chunk, *books).atexit = False
+            while len(arrays) < count:
+                if some := self._find(count - len(arrays), n_bytes, pinned):
+                    arrays += some
+                    continue
+                chunk = None if pinned and (self.why or not self._pin) else self._next(n_bytes)
+                if chunk is None:
+                    break
+                self._add(chunk)
+            if arrays:
+                self._make_ahead()
         return arrays
 
     def reaches(self, addresses: Iterable[int], sizes: Iterable[int]) -> list[bool | None]:
         """Return for each slot of this pool whether a device reaches it; None for other memory."""
         found = list[bool | None]()
         for address, n_bytes in zip(addresses, sizes, strict=True):
-            size, chunk = self._taken.get(address, (0, None))
+            size, chunk = self._book.taken.get(address, (0, None))
             found.append(chunk.pinned if chunk and size == n_bytes else None)
         return found
 
@@ -132,13 +119,13 @@ class SlotPool:
         """Return the whole chunk of an address, and the offset in it; None for other memory."""
         chunks = self._chunks
         at = bisect(chunks, address, key=attrgetter("address")) - 1
-        if at < 0 or address - chunks[at].address >= chunks[at].arena.n_bytes:
+        if at < 0 or address - chunks[at].address >= len(chunks[at].whole):
             return None
         return chunks[at].whole, address - chunks[at].address
 
     def wipe(self, array: Bytes) -> None:
         """Overwrite a slot with zeros once no array refers to its bytes."""
-        self._wiped.add(array.ctypes.data)
+        self._book.wiped.add(array.ctypes.data)
 
     @property
     def used_bytes(self) -> int:
@@ -150,30 +137,36 @@ class SlotPool:
     def close(self) -> None:
         """Release all memory; a chunk goes with the last array that refers to it."""
         with self._lock:
-            self._closed = True
-            self._open.clear()
-            self._ended.clear()  # each slot holds the memory of its chunk
+            self._book.closed = True
+            self._book.ended.clear()  # each slot holds the memory of its chunk
             self._chunks, self._last, self._made_bytes, self._free_bytes = [], None, 0, 0
             ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.over = True
             ahead.join()
 
-    def _find(self, count: int, n_bytes: int, pinned: bool) -> list[tuple[_Chunk, ArenaSlot]]:
+    def _find(self, count: int, n_bytes: int, pinned: bool) -> list[Bytes]:
         """Take up to so many slots of one chunk."""
+        pages, found = -(-n_bytes // PAGE_BYTES), list[Bytes]()
         for chunk in (self._last, *self._chunks):
-            fits = chunk is not None and (chunk.pinned or not pinned)
-            if chunk and fits and (slots := chunk.arena.acquire_all(count, n_bytes)):
-                self._last = chunk
-                return [(chunk, slot) for slot in slots]
-        return []
+            if chunk is None or (pinned and not chunk.pinned):
+                continue
+            if places := chunk.extents.allocate(pages, count):
+                self._last, kind = chunk, _slots_of(pages)
+                self._free_bytes -= len(places) * pages * PAGE_BYTES
+                for address in map(chunk.address.__add__, map(PAGE_BYTES.__mul__, places)):
+                    slot = kind.from_address(address)
+                    slot.chunk, slot.book = chunk, self._book
+                    self._book.taken[address] = n_bytes, chunk
+                    found.append(np.frombuffer(slot, np.uint8, n_bytes))
+                break
+        return found
 
     def _collect(self) -> None:
-        while self._ended:
-            slot = self._ended.popleft()
-            with suppress(StateError):  # the arena is closed
-                slot.arena.give_back(slot)
-                self._free_bytes += slot.taken_bytes
+        while self._book.ended:
+            chunk, address, n_bytes = self._book.ended.popleft()
+            chunk.extents.free((address - chunk.address) // PAGE_BYTES, n_bytes // PAGE_BYTES)
+            self._free_bytes += n_bytes
 
     def _size(self, n_bytes: int = 0) -> int:
         """Return the size of a new chunk for at least that many bytes; 0 without room for them."""
@@ -186,16 +179,16 @@ class SlotPool:
         if size < 1:
             return None
         with suppress(OSError, MemoryError, OverflowError):
-            chunk = _Chunk(Arena(size))
+            chunk = _Chunk(-(-size // PAGE_BYTES))
             if self._pin is not None:  # registering alone would hold up all calls of the device
-                populate(chunk.address, size)
+                populate(chunk.address, len(chunk.whole))
             self._register(chunk)
             return chunk
         return None
 
     def _register(self, chunk: _Chunk) -> None:
         if self._pin is not None and self._unpin is not None and not self.why:
-            self.why = self._pin(chunk.address, chunk.arena.n_bytes)
+            self.why = self._pin(chunk.address, len(chunk.whole))
             if not self.why:
                 chunk.pinned = True
                 chunk.end = weakref.finalize(chunk, self._unpin, chunk.address)
@@ -204,8 +197,8 @@ class SlotPool:
     def _add(self, chunk: _Chunk | None) -> None:
         if chunk is not None:
             self._chunks = sorted([*self._chunks, chunk], key=attrgetter("address"))
-            self._made_bytes += chunk.arena.n_bytes
-            self._free_bytes += chunk.arena.n_bytes
+            self._made_bytes += len(chunk.whole)
+            self._free_bytes += len(chunk.whole)
 
     def _next(self, n_bytes: int) -> _Chunk | None:
         """Return the next chunk made ahead, or else a new one of at least that many bytes."""
@@ -225,7 +218,7 @@ class SlotPool:
         if chunk is None:
             self._ahead, self._ahead_bytes = None, 0
         else:
-            self._ahead_bytes -= chunk.arena.n_bytes
+            self._ahead_bytes -= len(chunk.whole)
         return chunk
 
     def _make_ahead(self) -> None:
@@ -255,16 +248,55 @@ class SlotPool:
 class _Chunk:
     """Memory in one piece.
 
+    Args:
+        pages: Its size, in memory pages.
+
     Attributes:
-        pinned: Whether a device reaches it.
+        address: Its start.
         whole: All of its bytes.
+        extents: Its free memory pages.
+        pinned: Whether a device reaches it.
         end: Finalizer that ends the registration, once nothing refers to the chunk.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena, self.address, self.pinned = arena, arena.address, False
-        self.whole: Bytes = np.frombuffer(arena.view, np.uint8)
-        self.end: object = None
+    def __init__(self, pages: int) -> None:
+        memory = own_memory(pages * PAGE_BYTES)
+        self.address, self.whole = address_of(memory), np.frombuffer(memory, np.uint8)
+        self.extents, self.pinned, self.end = Extents(pages), False, object()
+
+
+class _Book:
+    """State of a pool that its slots change when they end, in any thread.
+
+    Attributes:
+        ended: Chunk, address and bytes of slots that no array refers to.
+        taken: Bytes and chunk of each slot in use, by address.
+        wiped: Addresses of slots to overwrite.
+        closed: Whether no slot is collected any more.
+    """
+
+    def __init__(self) -> None:
+        self.ended: deque[tuple[_Chunk, int, int]] = deque()
+        self.taken: dict[int, tuple[int, _Chunk]] = {}
+        self.wiped: set[int] = set()
+        self.closed = False
+
+
+@functools.lru_cache(64)
+def _slots_of(pages: int) -> Any:
+    """Return the type of slots of so many memory pages: arrays that end with their last user."""
+    return type("Slot", (ctypes.c_ubyte * (pages * PAGE_BYTES),), {"__del__": _end})
+
+
+def _end(slot: Any, address_of: Any = ctypes.addressof, fill: Any = ctypes.memset) -> None:
+    # It may only append: the pool's lock may be held. The slot keeps its chunk mapped.
+    book, address = slot.book, address_of(slot)
+    n_bytes, _ = book.taken.pop(address)
+    if address in book.wiped:
+        fill(address, 0, n_bytes)
+        book.wiped.discard(address)
+    if not book.closed:
+        book.ended.append((slot.chunk, address, len(slot)))
 
 
 class _Making(threading.Thread):
@@ -289,19 +321,3 @@ class _Making(threading.Thread):
                 self.made.put(chunk)
         finally:
             self.made.put(None)
-
-
-def _end(
-    slot: ArenaSlot,
-    _: _Chunk,
-    ended: deque[ArenaSlot],
-    is_open: set[bool],
-    taken: dict[int, tuple[int, _Chunk]],
-    wiped: set[int],
-) -> None:
-    if slot.address in wiped:
-        ctypes.memset(slot.address, 0, slot.n_bytes)
-        wiped.discard(slot.address)
-    taken.pop(slot.address, None)
-    if is_open:
-        ended.append(slot)

@@ -187,7 +187,7 @@ def test_wiped_bytes_go_with_the_last_array() -> None:
 def test_a_closed_pool_holds_no_memory() -> None:
     pool = SlotPool(4 * SIZE)
     held, other = pool.acquire(SIZE), pool.acquire(SIZE)
-    arena = weakref.ref(pool._chunks[0].arena)
+    arena = weakref.ref(pool._chunks[0])
     del other
     pool.close()
     assert arena() is not None
