@@ -55,6 +55,11 @@ class Mark:
 class Streams:
     """Copies of the CPU's memory, made when they are asked for."""
 
+    def use(self) -> None: ...
+
+    def used(self) -> list[Mark]:
+        return []
+
     def follow(self) -> None: ...
 
     def lead(self) -> None: ...

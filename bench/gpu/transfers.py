@@ -31,11 +31,13 @@ WINDOWS = 6  # of them under way
 class Immediate:
     """The copies of a dry run: made at once, by the processor."""
 
-    def follow(self) -> None:
+    def use(self) -> None:
         return
 
-    def lead(self) -> None:
-        return
+    follow = lead = use
+
+    def used(self) -> list[Immediate]:
+        return []
 
     def after(self, mark: Immediate) -> None:
         return
