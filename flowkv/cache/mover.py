@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from enum import IntEnum
 from operator import attrgetter
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 
@@ -611,7 +611,7 @@ class Lane:
                 time.sleep(min(timeout_s, _PAUSE_S))
             return 0
         answers, stored = self.tier.poll(timeout_s), dict[Done, list[TierAnswer]]()
-        landed = Counter[TransferRequest]()
+        landed, ended = Counter[TransferRequest](), list[tuple[Any, ...]]()
         try:
             for answer in answers:
                 job = self._jobs.get(answer.job)
@@ -626,7 +626,7 @@ class Lane:
                 if not request.stores:
                     request.come[number] = answer
                     if len(request.come) == len(request.items):
-                        self._answer(request, answer)
+                        ended.append((self._answer, request, answer))
                     continue
                 if answer.outcome is Outcome.STORED and answer.n_bytes:
                     job.bytes += answer.n_bytes
@@ -650,8 +650,7 @@ class Lane:
         finally:
             for request, n_bytes in landed.items():
                 self.schedule.landed(request, n_bytes)
-            if stored:
-                _call_all(stored.items())
+            _call_all([*ended, *stored.items()])
         return len(answers)
 
     def _answer(self, request: TransferRequest, answer: TierAnswer) -> None:
@@ -756,11 +755,11 @@ class Lane:
                 self.tier.cancel(number)
 
 
-def _call_all(ends: Iterable[tuple[Done, list[TierAnswer]]]) -> None:
-    """Pass answers on; an error of one receiver is raised once all have theirs."""
+def _call_all(ends: Iterable[tuple[Any, ...]]) -> None:
+    """Call functions with their arguments; an error of one is raised once all were called."""
     with ExitStack() as calls:
-        for done, answers in reversed([*ends]):  # the last one is called first
-            calls.callback(done, answers)
+        for done, *given in reversed([*ends]):  # the last one is called first
+            calls.callback(done, *given)
 
 
 def _failed(key: bytes, reason: str) -> TierAnswer:
