@@ -721,6 +721,8 @@ class KV:
                 self._close(seq)
                 raise
             count_tokens(self, len(ids), seq.reused)
+            if self.bases is not None and reuse and not (salts or tenant or self.private):
+                self.bases.note(ids)
             return seq
 
     def _begin(self, seq: Sequence, request: int) -> None:
@@ -1437,7 +1439,9 @@ class KV:
             )
         return self._learns(documents, tenant)
 
-    def calibrate(self, tokens: Tokens | list[str], *, kl: float | None = None) -> dict[str, float]:
+    def calibrate(
+        self, tokens: Tokens | list[str] | None = None, *, kl: float | None = None
+    ) -> dict[str, float]:
         """Learn from a text how pages are coded on cold tiers (`cold="kvt"`); code later ones so.
 
         Up to a third of the text is kept apart: the change that coded pages make there decides how
@@ -1446,7 +1450,8 @@ class KV:
 
         Args:
             tokens: Token ids of a text like those that the cache will hold: at least some 1,000,
-                better 16,000. For a model of `flowkv.load`, also a list of texts.
+                better 16,000. For a model of `flowkv.load`, also a list of texts. Default: what
+                prompts have brought so far, without those of tenants, up to 32,768 tokens.
             kl: Largest mean divergence, in nats; default that of the configuration.
 
         Returns:
@@ -1463,6 +1468,7 @@ class KV:
         bound = self.config.cold_divergence() if kl is None else kl
         if not 0 < bound < 10:
             raise ConfigError(f"kl={kl}", "Name a divergence above 0 and below 10, such as 0.005")
+        tokens = self.bases.seen() if tokens is None else tokens
         found = self._calibrates(tokens, self.bases, bound)
         if not found["kept"]:
             return found

@@ -470,7 +470,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             "kv8", and "kv4c" further back.
         cold: "kvt" stores raw pages on tiers below memory at one to two bits a value, once
             `KV.calibrate` has learned how; "kvt:kl=0.01" names the divergence that this may cost
-            (default 0.005). Caches without it do not read such pages.
+            (default 0.005), and "kvt:auto" calibrates a model once, before a prompt, from the first
+            16,000 tokens of others. Caches without it do not read such pages.
         recent_tokens: Tokens at the end of each open sequence that stay in raw pages, besides the
             page that is being filled; default 128 for "auto", 64 for other codecs.
         warm_tokens: Tokens before these that "auto" leaves in pages of 8 bits.
@@ -621,14 +622,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Raises:
             ConfigError: `cold` is neither empty nor kvt with such a bound.
         """
-        name, _, bound = self.cold.partition(":")
-        kind, _, number = bound.partition("=")
-        if self.cold in ("", "kvt"):
+        stem = self.cold.removesuffix(":auto")
+        kind, _, number = stem.partition("=")
+        if stem == "kvt" or not self.cold:
             return COLD_DIVERGENCE if self.cold else 0.0
         with suppress(ValueError):
-            if name == "kvt" and kind == "kl" and 0 < float(number) < 10:
+            if kind == "kvt:kl" and 0 < float(number) < 10:
                 return float(number)
-        raise ConfigError(f"cold={self.cold!r}", "Write kvt, or kvt:kl=0.01")
+        raise ConfigError(f"cold={self.cold!r}", "Write kvt or kvt:kl=0.01, or one with :auto")
 
     def graph_bytes(self, total_bytes: int) -> int:
         """Return the bytes that graphs may hold on a device of so many bytes; 0 without graphs."""

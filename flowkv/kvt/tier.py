@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
@@ -55,6 +56,8 @@ EARLIER = 3
 MOST_AUDITED = 0.02
 """Largest divergence of a basis whose pages are audited: at larger ones sound pages differ from
 computed ones by as much as their size."""
+ENOUGH_SEEN, MOST_SEEN = 1 << 14, 1 << 15
+"""Tokens of prompts from which `cold="kvt:auto"` learns, and most that are kept to learn from."""
 MOST_DECODED = 1 << 14
 """Decoded pages that are known as such."""
 _POLL_S, _BASIS_S, _AGAIN_S = 0.5, 30.0, 60.0
@@ -111,6 +114,28 @@ class PageBases:
         self._counts: Counter[str] = Counter()
         self.recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
         self.decoded = dict[bytes, bytes]()
+        self._seen = list[tuple[NDArray[Any], int]]()  # prompts, each with its known tokens
+        self._asked = False
+
+    def note(self, ids: NDArray[Any]) -> None:
+        """Keep the tokens of a prompt that begin none before, to learn bases from them."""
+        with self._lock:
+            room = 0 if self.current else MOST_SEEN - sum(len(one) - n for one, n in self._seen)
+            known = max((_shared(ids, one) for one, _ in self._seen), default=0)
+            if (count := min(len(ids) - known, room)) > 0:
+                self._seen.append((ids[: known + count].copy(), known))
+
+    def due(self) -> bool:
+        """Return True once, when enough tokens were kept to learn from."""
+        with self._lock:
+            enough = sum(len(one) - n for one, n in self._seen) >= ENOUGH_SEEN
+            due, self._asked = enough and not self._asked, enough or self._asked
+        return due
+
+    def seen(self) -> NDArray[Any]:
+        """Return the tokens of prompts that were kept, behind each other."""
+        with self._lock:
+            return np.concatenate([*(one[n:] for one, n in self._seen), np.empty(0, np.uint32)])
 
     def add(self, coder: PageCoder) -> PageCoder:
         """Return the coder of a basis: the one that is known, if any."""
@@ -175,6 +200,7 @@ class PageBases:
         with self._lock:
             self.recent.clear()
             self.decoded.clear()
+            self._seen.clear()
             self._recent_bytes = 0
 
     def measured(self) -> dict[str, Any]:
@@ -185,9 +211,16 @@ class PageBases:
 
     def use(self, coders: dict[int, PageCoder]) -> None:
         """Code pages of these groups from now on; those of others stay raw."""
-        self.current = coders
+        self.current, self._asked = coders, bool(coders)
+        self._seen.clear()
         if not coders:
             self._known.clear()
+
+
+def _shared(one: NDArray[Any], other: NDArray[Any]) -> int:
+    """Return the length of the prefix that two arrays share."""
+    least = min(len(one), len(other))
+    return int(np.argmin(np.append(one[:least] == other[:least], False)))
 
 
 class _Asked(NamedTuple):

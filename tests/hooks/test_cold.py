@@ -21,6 +21,7 @@ from tests.inside import (
     calibrate,
     door_of,
     forget_name,
+    kvt_tier,
     load,
 )
 
@@ -137,9 +138,62 @@ def test_what_cannot_be_calibrated(tmp_path: Path) -> None:
         kv.calibrate(text(1000))
     with attached(model) as kv, pytest.raises(StateError, match='cold="kvt"'):
         kv.calibrate(text(3000))
-    for wrong in ("kv", "kvt:", "kvt:kl", "kvt:kl=x", "kvt:kl=-1", "kvt:bits=2"):
+    for wrong in ("kv", "kvt:", "kvt:kl", "kvt:kl=x", "kvt:kl=-1", "kvt:bits=2", ":auto"):
         with pytest.raises(ConfigError, match=r"`cold`.*Write kvt"):
             flowkv.Config(cold=wrong)
+
+
+def ask(model: Any, ids: list[int]) -> None:
+    generate(model, 1, input_ids=torch.tensor([ids]))
+
+
+def test_prompts_are_learned_from(tmp_path: Path) -> None:
+    """What a prompt shares with one before counts once; those of tenants do not count."""
+    model, system = models.causal("llama"), text(200, 99)
+    with cold(model, tmp_path) as kv:
+        kv.open(text(3000, 98), tenant="other").close()
+        with pytest.raises(ConfigError, match="0 tokens are too few"):
+            kv.calibrate()
+        for n in range(8):
+            ask(model, [*system, *text(300, n)])
+            ask(model, [*system, *text(300, n), *text(20, n)])
+        seen = kv.bases.seen()
+        assert seen.tolist()[:500] == [*system, *text(300, 0)]
+        assert len(seen) == 200 + 8 * 320
+        assert kv.calibrate(kl=0.01)["kept"] and not len(kv.bases.seen())
+        assert kv.flush(60)
+        answer(model)
+        assert kv.flush(60) and kv.stats()["cold"]["pages"]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_model_calibrates_itself_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool
+) -> None:
+    monkeypatch.setattr(kvt_tier, "ENOUGH_SEEN", 2000)
+    model, plain = models.causal("llama"), models.causal("llama")
+    with cold(model, tmp_path, cold="kvt:kl=0.01:auto") as kv:
+        for n in range(5):
+            ask(model, text(480, n))
+        assert not kv.stats()["cold"]["groups"]
+        if forgets:
+            kv.forget(text(480, 0))
+            assert not len(kv.bases.seen())
+        assert torch.equal(answer(model), generate(plain, 4, input_ids=PROMPT).sequences)
+        assert kv.stats()["cold"]["groups"] == (not forgets)
+
+
+def test_what_cannot_calibrate_itself_stays_raw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvt_tier, "ENOUGH_SEEN", 400)
+    model = models.causal("llama")
+    with cold(model, tmp_path, cold="kvt:auto") as kv:
+        ask(model, text(450))
+        with pytest.warns(UserWarning, match="cold pages stay raw.*too few"):
+            ask(model, text(30, 2))
+        ask(model, text(30, 3))
+        assert not kv.stats()["cold"]["groups"]
 
 
 def test_erased_prompts_are_gone(tmp_path: Path) -> None:

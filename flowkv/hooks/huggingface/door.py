@@ -444,6 +444,7 @@ class ForwardHook:
         if self.identity.foreign:
             self.passes.add(cache)
             return given
+        self._calibrate()
         call = ForwardCall(self.names, given)
         if _GENERATES.get() is self:
             call.keep = max(call.keep, 1)
@@ -501,6 +502,19 @@ class ForwardHook:
         if self.graphs is not None and call.columns - base <= self.graphs.most_new:
             self._replay(paged, ForwardCall(self.names, left))
         return left
+
+    def _calibrate(self) -> None:
+        """Calibrate the codes of cold pages once prompts have brought enough tokens, if asked to.
+
+        Other threads go on without.
+        """
+        bases = self.kv.bases
+        if bases is None or not self.kv.config.cold.endswith(":auto") or not bases.due():
+            return
+        try:
+            self.kv.calibrate()
+        except FlowKVError as error:
+            warn(self.kv, "calibrate", f"cold pages stay raw: {error}")
 
     def _arrived(self, cache: PagedCache, call: ForwardCall) -> int:
         """Wait for pages being loaded if a graph could go on from there; return columns in pages.
