@@ -722,7 +722,7 @@ class KV:
                 raise
             count_tokens(self, len(ids), seq.reused)
             if self.bases is not None and reuse and not (salts or tenant or self.private):
-                self.bases.note(ids)
+                self.bases.keep_prompt(ids)
             return seq
 
     def _begin(self, seq: Sequence, request: int) -> None:
@@ -1468,7 +1468,7 @@ class KV:
         bound = self.config.cold_divergence() if kl is None else kl
         if not 0 < bound < 10:
             raise ConfigError(f"kl={kl}", "Name a divergence above 0 and below 10, such as 0.005")
-        tokens = self.bases.seen() if tokens is None else tokens
+        tokens = self.bases.kept_tokens() if tokens is None else tokens
         found = self._calibrates(tokens, self.bases, bound)
         if not found["kept"]:
             return found

@@ -117,7 +117,7 @@ class PageBases:
         self._seen = list[tuple[NDArray[Any], int]]()  # prompts, each with its known tokens
         self._asked = False
 
-    def note(self, ids: NDArray[Any]) -> None:
+    def keep_prompt(self, ids: NDArray[Any]) -> None:
         """Keep the tokens of a prompt that begin none before, to learn bases from them."""
         with self._lock:
             room = 0 if self.current else MOST_SEEN - sum(len(one) - n for one, n in self._seen)
@@ -125,14 +125,14 @@ class PageBases:
             if (count := min(len(ids) - known, room)) > 0:
                 self._seen.append((ids[: known + count].copy(), known))
 
-    def due(self) -> bool:
+    def take_turn(self) -> bool:
         """Return True once, when enough tokens were kept to learn from."""
         with self._lock:
             enough = sum(len(one) - n for one, n in self._seen) >= ENOUGH_SEEN
             due, self._asked = enough and not self._asked, enough or self._asked
         return due
 
-    def seen(self) -> NDArray[Any]:
+    def kept_tokens(self) -> NDArray[Any]:
         """Return the tokens of prompts that were kept, behind each other."""
         with self._lock:
             return np.concatenate([*(one[n:] for one, n in self._seen), np.empty(0, np.uint32)])

@@ -157,10 +157,10 @@ def test_prompts_are_learned_from(tmp_path: Path) -> None:
         for n in range(8):
             ask(model, [*system, *text(300, n)])
             ask(model, [*system, *text(300, n), *text(20, n)])
-        seen = kv.bases.seen()
+        seen = kv.bases.kept_tokens()
         assert seen.tolist()[:500] == [*system, *text(300, 0)]
         assert len(seen) == 200 + 8 * 320
-        assert kv.calibrate(kl=0.01)["kept"] and not len(kv.bases.seen())
+        assert kv.calibrate(kl=0.01)["kept"] and not len(kv.bases.kept_tokens())
         assert kv.flush(60)
         answer(model)
         assert kv.flush(60) and kv.stats()["cold"]["pages"]
@@ -178,7 +178,7 @@ def test_a_model_calibrates_itself_once(
         assert not kv.stats()["cold"]["groups"]
         if forgets:
             kv.forget(text(480, 0))
-            assert not len(kv.bases.seen())
+            assert not len(kv.bases.kept_tokens())
         assert torch.equal(answer(model), generate(plain, 4, input_ids=PROMPT).sequences)
         assert kv.stats()["cold"]["groups"] == (not forgets)
 

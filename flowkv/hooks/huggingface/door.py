@@ -509,7 +509,7 @@ class ForwardHook:
         Other threads go on without.
         """
         bases = self.kv.bases
-        if bases is None or not self.kv.config.cold.endswith(":auto") or not bases.due():
+        if bases is None or not self.kv.config.cold.endswith(":auto") or not bases.take_turn():
             return
         try:
             self.kv.calibrate()
