@@ -10,12 +10,16 @@ import argparse
 import inspect
 import json
 import math
+import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -24,6 +28,8 @@ from flowkv.cli.arguments import AddVerb
 from flowkv.hooks.huggingface.attach import door_of
 from flowkv.hooks.huggingface.calibrate import Calibrator
 from flowkv.report.screen import Screen
+from flowkv.tiers.base import Outcome, TierAnswer
+from flowkv.tiers.disk.tier import DiskTier
 
 _ROOT = Path(__file__).parents[1]
 
@@ -92,11 +98,82 @@ def measure(
     return rows
 
 
+@contextmanager
+def paced(rate: float) -> Iterator[None]:
+    """Let all disk tiers answer loads at no more than so many bytes a second, inside the block."""
+    poll, free_s = DiskTier.poll, [0.0]
+    held = dict[int, deque[tuple[float, TierAnswer]]]()
+
+    def slowly(self: DiskTier, timeout_s: float = 0.0) -> list[TierAnswer]:
+        mine, end_s = held.setdefault(id(self), deque()), time.perf_counter() + timeout_s
+        while True:
+            wait_s = max(0.0, (mine[0][0] if mine else end_s) - time.perf_counter())
+            for answer in poll(self, min(wait_s, max(0.0, end_s - time.perf_counter()))):
+                loads = answer.outcome is Outcome.HIT
+                free_s[0] = max(free_s[0], time.perf_counter()) + loads * answer.n_bytes / rate
+                mine.append((free_s[0] if loads else 0.0, answer))
+            now_s, due = time.perf_counter(), list[TierAnswer]()
+            while mine and mine[0][0] <= now_s:
+                due.append(mine.popleft()[1])
+            if due or now_s >= end_s:
+                return due
+
+    with patch.object(DiskTier, "poll", slowly):
+        yield
+
+
+WAYS: dict[str, dict[str, Any]] = {"raw": {}, "kv8": {"codec": "kv8"}, "kvt": {"cold": "kvt"}}
+
+
+def first_tokens(
+    model: str, tokens: int, rate: float, rounds: int, say: Callable[[str], object]
+) -> list[dict[str, Any]]:
+    """Seconds to the first token behind a prompt on a disk of a rate, by way, in a later process.
+
+    A prompt of another text is stored in each way; every round opens each store once.
+    """
+    loaded = flowkv.load(model)
+    ids = {name: loaded.encode(text) for name, text in texts().items()}
+    prompt = torch.tensor([ids["guides"][: tokens + 1]])
+    took: dict[str, list[float]] = {way: [] for way in WAYS}
+    shape = {"max_new_tokens": 1, "do_sample": False}
+    with tempfile.TemporaryDirectory() as place, paced(rate):
+        for number in range(rounds + 1):
+            for way, options in WAYS.items():
+                with flowkv.attach(loaded.model, disk=f"{place}/{way}:4GiB", **options) as kv:
+                    if not number and way == "kvt":
+                        say(str(kv.calibrate(ids["explanations"][:16384])))
+                    began = time.perf_counter()
+                    loaded.model.generate(prompt, **shape)
+                    seconds = time.perf_counter() - began
+                    kv.flush(600)
+                    reused = kv.stats()["tokens_reused"]
+                    if number:
+                        took[way].append(seconds)
+                    say(f"{way} {seconds:.3f} s, {reused} of {tokens + 1} tokens from the disk")
+    ratios = {way: [a / b for a, b in zip(took[way], took["kv8"], strict=True)] for way in WAYS}
+    return [
+        {
+            "way": way,
+            "mb_per_s": rate / 1e6,
+            "seconds": statistics.median(took[way]),
+            "of_kv8": statistics.median(ratios[way]),
+            "least": min(ratios[way]),
+            "most": max(ratios[way]),
+        }
+        for way in WAYS
+    ]
+
+
 def _cold(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore", flowkv.ExperimentalWarning)
     bounds = [float(one) for one in given.kl.split(",")]
-    rows = measure(given.model, bounds, given.tokens, given.others, screen.say)
+    if given.rate:
+        rate = 1e6 * given.rate
+        rows = first_tokens(given.model, 2048, rate, given.rounds, screen.say)
+    else:
+        rows = measure(given.model, bounds, given.tokens, given.others, screen.say)
     found = {"threads": given.threads, "torch": torch.__version__, "rows": rows}
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -112,5 +189,13 @@ def add_verbs(verb: AddVerb) -> None:
     added.option(
         "--others", "N", "judged of each other text; default %(default)s", type=int, default=8192
     )
+    added.option(
+        "--rate",
+        "MB",
+        "time first tokens from a disk of so many MB/s instead",
+        type=float,
+        default=0.0,
+    )
+    added.option("--rounds", "N", "of --rate; default %(default)s", type=int, default=5)
     added.option("--threads", "N", "of torch; default %(default)s", type=int, default=2)
     added.option("--out", "FILE", "writes all figures as JSON", type=Path)

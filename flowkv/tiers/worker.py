@@ -78,10 +78,11 @@ class Completions:
                     os.eventfd_write(self._event_fd, 1)
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Take all answers there are; wait up to `timeout_s` for the first one."""
+        """Take all answers there are; wait up to `timeout_s` for the first one, or for `close`."""
         with self._changed:
             if not self._ready and timeout_s > 0:
-                self._changed.wait_for(lambda: self._ready, timeout_s)
+                before = self._closed
+                self._changed.wait_for(lambda: self._ready or self._closed > before, timeout_s)
             answers = list(self._ready)
             self._ready.clear()
             if answers and self._event_fd >= 0:
@@ -100,6 +101,7 @@ class Completions:
         """Close the eventfd for good; answers can still be taken."""
         with self._changed:
             self._closed = True
+            self._changed.notify_all()
             if self._event_fd >= 0:
                 os.close(self._event_fd)
                 self._event_fd = -1

@@ -297,6 +297,7 @@ def test_the_front_is_timed_by_its_device() -> None:
                     step._timer, step._waited_s = Device(), 0.0
             assert (timed in told) == (turn == 3)
         assert told[timed] == pytest.approx(0.5, rel=0.05)
+        link.per_poll = 1
         finish(kv, [seq], "restore")
 
 

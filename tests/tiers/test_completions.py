@@ -44,6 +44,17 @@ def test_none_is_made_after_the_end() -> None:
     assert descriptors() == before
 
 
+def test_the_end_wakes_a_thread_that_polls() -> None:
+    answers = Completions()
+    thread = threading.Thread(target=answers.poll, args=(300.0,))
+    thread.start()
+    while not answers._changed._waiters:
+        pass
+    answers.close()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_none_stays_whoever_is_faster() -> None:
     before = descriptors()
     for _ in range(200):
