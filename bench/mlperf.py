@@ -231,7 +231,12 @@ def run_one(name: str, seed: int, place: Path, told: dict[str, Any]) -> dict[str
         own = LMCache(place / "adapter", model, direct=bool(name[7:]))
     check(own, model.kv_cache_size_per_token)
     made.cache.backends["nvme"] = own
-    summary = made.run()["summary"]
+    summary = made.run().get("summary")
+    if summary is None:
+        raise ConfigError(
+            f"{BACKENDS[name]}: no request was over after {told['seconds']} s",
+            "Use more --seconds, or a smaller --model",
+        )
     stats, found = summary["cache_stats"], dict[str, float](failed=getattr(own, "failed", 0))
     for what in ("read", "write"):
         found[f"{what}s/s"] = stats[f"{what}_iops"] / summary["elapsed_time"]
@@ -278,7 +283,7 @@ def _mlperf(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         for figure in rows[backends[0]][0]
     ]
     title = ", ".join(f"{name} {value}" for name, value in told.items())
-    screen.table(["medians", *map(BACKENDS.get, backends)], lines, title=title)
+    screen.table(["medians", *(BACKENDS[name] for name in backends)], lines, title=title)
     screen.say("Unofficial: this is no submission to MLPerf Storage.")
     found = {**told, "rows": rows}
     if given.out:
