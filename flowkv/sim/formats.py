@@ -521,10 +521,12 @@ def read_trace(path: str | Path) -> Trace:
         ConfigError: If it is missing, damaged or none of these.
     """
     path = Path(path)
-    if path.is_dir():
-        return read_sessions(path)
     try:
+        if path.is_dir():
+            return read_sessions(path)
         file = open_regular(path)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"there is no file {path} that can be read ({error})",

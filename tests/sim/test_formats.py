@@ -205,6 +205,12 @@ def test_a_bad_session_of_a_folder_is_named(tmp_path, body, problem):
         read_trace(tmp_path)
 
 
+def test_what_is_no_file_in_a_folder(tmp_path):
+    (tmp_path / "more.json").mkdir()
+    with pytest.raises(ConfigError, match=r"that can be read .*more\.json"):
+        read_trace(tmp_path)
+
+
 # ---- damage
 
 
