@@ -12,6 +12,7 @@ import bench.engines.command
 import bench.longtasks
 import bench.mass
 import bench.memo
+import bench.mlperf
 import bench.overflow
 import bench.policy.command
 import bench.policy.restarts
@@ -39,6 +40,7 @@ def parser() -> Parser:
     bench.overflow.add_verbs(verb)
     bench.policy.restarts.add_verbs(verb)
     bench.memo.add_verbs(verb)
+    bench.mlperf.add_verbs(verb)
     bench.blend.add_verbs(verb)
     bench.edits.add_verbs(verb)
     bench.cold.add_verbs(verb)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 SIZES = ("0.5%", "1%", "2%", "5%", "10%", "30%")
 POLICIES = ("lru", "auto", "opt")
 
-TRACE = "a file (JSON lines as Mooncake writes them, a recording, .npz), or a generator: chat,"
+TRACE = "a file (JSON lines as Mooncake writes them, a recording, .npz), a folder of sessions as"
+TRACE += " kv-cache-tester and AgentX publish them (Weka format), or a generator: chat,"
 TRACE += " agents, rag, bursts, drift, mix, scan, cyclic, markov; with options: agents:seed=3"
 
 

@@ -8,7 +8,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO, TypeAlias, TypeVar, cast
+from typing import Annotated, BinaryIO, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -245,12 +245,14 @@ def _tokens_of_blocks(path: Path, tokens: NDArray[np.int64], lengths: NDArray[np
 
 # Recorded sessions without a common clock, started at random, any number of times.
 #
-# Each line is a session: its requests with times from its beginning, lengths, the reason for each
-# answer's end, and its blocks as runs of session-local numbers. Another seed gives another trace of
-# the same kind, and a shorter span more load.
+# Each line is a session, as kv-cache-tester and AgentX publish them (Weka format): its requests
+# with times from its beginning, lengths, the reason for each answer's end, and its blocks as
+# session-local numbers, or runs of these. Another seed gives another trace of the same kind, and a
+# shorter span more load.
 #
 # Shared prompts are an assumption: sessions with equally long tool prompts share these, and with
-# equally long system prompts behind them too. Only whole blocks are kept.
+# equally long system prompts behind them too. Only whole blocks are kept. All models of a session
+# are taken for one.
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Run = tuple[Annotated[int, Meta(ge=0, lt=2**48)], Annotated[int, Meta(ge=0, lt=2**24)]]
@@ -265,6 +267,7 @@ class SessionTurn(msgspec.Struct):
     tokens_out: Tokens = msgspec.field(name="out", default=0)
     stop: str | None = None
     runs: list[Run] = []
+    hash_ids: list[int] = []
     tool_tokens: Tokens = 0
     system_tokens: Tokens = 0
     requests: list[SessionTurn] | None = None
@@ -275,6 +278,7 @@ class SessionLine(msgspec.Struct):
 
     requests: list[SessionTurn]
     block_size: Annotated[int, Meta(ge=1, lt=MOST_BLOCK_TOKENS)]
+    hash_id_scope: Literal["local", "global"] = "local"
     tool_tokens: Tokens = 0
     system_tokens: Tokens = 0
 
@@ -282,27 +286,31 @@ class SessionLine(msgspec.Struct):
 def read_sessions(
     path: Path, *, span_s: float = 28_800.0, seed: int = 1, block_tokens: int = 512
 ) -> Trace:
-    """Read a file of sessions, each started at a uniformly random time.
+    """Read sessions, each started at a uniformly random time.
 
     Args:
-        path: JSON lines, plain or zstd-compressed.
+        path: JSON lines, plain or zstd-compressed, or a folder of such files in order of names.
         span_s: Seconds within which sessions start.
         seed: Seed of the times.
         block_tokens: Tokens of a block of the trace; a multiple of that of the file.
 
     Raises:
-        ConfigError: If the file is damaged, or an argument does not fit it.
-        OSError: The file cannot be read.
+        ConfigError: If a file is damaged, or an argument does not fit it.
+        OSError: A file cannot be read.
     """
-    sessions = list(read_lines(path, SessionLine))
     if not 0.0 < span_s < 1e9:
         raise ConfigError(f"sessions cannot start within {span_s} s", "Use 28800 for eight hours")
-    starts = np.random.default_rng(seed).uniform(0.0, span_s, len(sessions))
+    files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(f"there is no file of sessions in {path}", "Name a folder of JSON files")
+    sessions = ((file, line) for file in files for line in read_lines(file, SessionLine))
+    starts = np.random.default_rng(seed)
     common: dict[tuple[int, ...], int] = {}
     rows: list[tuple[int, int, int, int, int, int]] = []
     pairs: list[NDArray[np.uint64]] = []
-    left = most_blocks(path)
-    for s, (session, start) in enumerate(zip(sessions, starts.tolist(), strict=True)):
+    left = sum(map(most_blocks, files))
+    for s, (file, session) in enumerate(sessions):
+        start = starts.uniform(0.0, span_s)
         step, rest = divmod(block_tokens, session.block_size)
         if rest or step < 1:
             raise ConfigError(
@@ -312,29 +320,43 @@ def read_sessions(
         for turn, at, tools, system in _turns(session):
             left -= sum(count for _, count in turn.runs) // step
             if left < 0:
-                raise ConfigError(f"{path}, line {s + 1} names too many blocks", REMEDY)
-            ids = _sessions_ids(turn.runs, step)
+                raise ConfigError(f"{file} names too many blocks in session {s + 1}", REMEDY)
+            ids = (
+                _joined(_ids(file, turn.hash_ids), step)
+                if turn.hash_ids
+                else _sessions_ids(turn.runs, step)
+            )
             prompts: tuple[tuple[int, ...], ...] = (tools,), (tools, system)
             spaces = [2 * common.setdefault(key, len(common)) + 1 for key in prompts]
             ends = [n // session.block_size // step for n in (tools, tools + system)]
-            pairs.append(_named(ids, 2 * s, spaces, ends))
+            if session.hash_id_scope == "global":
+                pairs.append(wide(ids))
+            else:
+                pairs.append(_named(ids, 2 * s + 2, spaces, ends))
             stop = STOPS.get(turn.stop or "end_turn", TURN_END)  # by default it did not call a tool
             time = round((start + at) * 1e9)
             rows.append((time, len(ids), turn.tokens_in, turn.tokens_out, s, stop))
     times, lengths, *table = np.array(rows, np.int64).reshape(-1, 6).T
     columns = dict(zip(COLUMNS, table, strict=False))  # without tenants
-    name = f"{path.name.partition('.')[0]}:{seed}"
+    name = f"{path.resolve().name.partition('.')[0]}:{seed}"
     blocks = np.concatenate([*pairs, np.empty((0, 2), np.uint64)])
     return build_trace(name, times, lengths, blocks, block_tokens, **columns)
 
 
 def _turns(session: SessionLine) -> Iterator[tuple[SessionTurn, float, int, int]]:
-    """Yield requests, helpers' included, with their times and the lengths of their prompts."""
+    """Yield requests, helpers' included, with their times and the lengths of their prompts.
+
+    Times of helpers count from the helper's beginning, or from the session's where all begin later
+    than their helpers do.
+    """
+    helpers = [turn for turn in session.requests if turn.requests]
+    whole = all(min(one.t for one in turn.requests or ()) >= turn.t for turn in helpers)
     for turn in session.requests:
         if turn.requests is None:
             yield turn, turn.t, session.tool_tokens, session.system_tokens
         for inner in turn.requests or ():
-            yield inner, turn.t + inner.t, turn.tool_tokens, turn.system_tokens
+            at = inner.t if whole else turn.t + inner.t
+            yield inner, at, turn.tool_tokens, turn.system_tokens
 
 
 def _sessions_ids(runs: list[Run], step: int) -> Ints:
@@ -344,6 +366,13 @@ def _sessions_ids(runs: list[Run], step: int) -> Ints:
     last = np.arange(step - 1, int(ends[-1]) if len(ends) else 0, step)
     run = np.searchsorted(ends, last, side="right")
     return np.asarray(starts[run] + last - (ends - counts)[run])
+
+
+def _joined(ids: Ints, step: int) -> Ints:
+    """Return a number for each block of `step`; equal blocks have equal ones."""
+    factors = np.random.default_rng(step).integers(1 << 62, size=step) * 2 + 1
+    blocks = ids[: len(ids) // step * step].reshape(-1, step)
+    return np.asarray(blocks @ factors)
 
 
 def _named(ids: Ints, own: int, spaces: list[int], ends: list[int]) -> NDArray[np.uint64]:
@@ -482,18 +511,22 @@ def read_trace(path: str | Path) -> Trace:
     """Read a trace of any known format.
 
     Formats are recordings of a live cache (`flowkv.sim.formats`), JSON lines in Mooncake's format,
-    raw sessions, which are started at random with seed 1 (`flowkv.sim.formats`), and arrays in an
-    `.npz` file; JSON lines plain or zstd-compressed.
+    sessions, which are started at random with seed 1 (`read_sessions`), and arrays in an `.npz`
+    file; JSON lines plain or zstd-compressed.
 
     Args:
-        path: The file; its name does not matter.
+        path: The file; its name does not matter. Or a folder of sessions.
 
     Raises:
         ConfigError: If it is missing, damaged or none of these.
     """
     path = Path(path)
     try:
+        if path.is_dir():
+            return read_sessions(path)
         file = open_regular(path)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"there is no file {path} that can be read ({error})",

@@ -239,6 +239,11 @@ class RequestQueue:
         """Return an upper bound of the items not begun: some may be answered already."""
         return len(self._loads) + len(self._stores)
 
+    @property
+    def stores_wait(self) -> bool:
+        """Return whether a store waits to begin."""
+        return bool(self._stores)
+
     def begin(self, *, stores: bool) -> Item | None:
         """Take the first item that is not answered and may begin.
 

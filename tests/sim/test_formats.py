@@ -128,6 +128,89 @@ def test_sessions_start_at_random(tmp_path):
         read_sessions(path, span_s=0.0)
 
 
+def weka(session, start=0.0, absolute=False):
+    """A session as kv-cache-tester and AgentX write it: ids one by one, helpers with a type."""
+    turns = []
+    for turn in session.get("requests") or ():
+        turn = dict(turn)
+        helper = "requests" in turn
+        turn |= {"type": "subagent", "agent_id": "agent_001"} if helper else {"type": "n"}
+        if absolute:
+            turn["t"] += start
+        runs = turn.pop("runs", [])
+        turn["hash_ids"] = [first + i for first, count in runs for i in range(count)]
+        turns.append(turn | (weka(turn, turn["t"], absolute) if helper else {}))
+    scope = {"hash_id_scope": "local", "models": ["a"]} if "block_size" in session else {}
+    return session | scope | {"requests": turns}
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("ending", ["json", "jsonl", "jsonl.zst"])
+def test_a_folder_of_sessions_is_the_file_of_them(tmp_path, ending, absolute):
+    """Helpers' times from their own beginning or the session's, ids one by one or as runs."""
+    one = write_lines(tmp_path / "some.jsonl", *SESSIONS)
+    folder = tmp_path / "some"
+    folder.mkdir()
+    (folder / "README.md").write_text("Not read.")
+    for session in reversed(SESSIONS):  # read by name
+        body = json.dumps(weka(session, absolute=absolute)).encode()
+        packed = zstandard.ZstdCompressor().compress(body) if ending.endswith("zst") else body
+        (folder / f"{session['id']}.{ending}").write_bytes(packed)
+    got = read_trace(folder)
+    got.check()
+    assert got.name == "some:1" and same(got, read_trace(one))
+    for tokens in (64, 128):
+        want = read_sessions(one, block_tokens=tokens, seed=3)
+        assert same(read_sessions(folder, block_tokens=tokens, seed=3), want)
+
+
+def test_blocks_are_joined_by_all_their_ids(tmp_path):
+    """Ids may name the tokens of a block alone: two that end alike are different blocks."""
+    turns = [{"hash_ids": ids} for ids in ([1, 2, 3, 4], [9, 2, 3, 4], [1, 2, 3, 4, 5], [2, 1])]
+    path = write_lines(tmp_path / "a.jsonl", {"block_size": 64, "requests": turns})
+    assert sorted(chains(read_sessions(path, block_tokens=128))) == [[0, 1], [0, 1], [2, 3], [4]]
+
+
+def test_ids_of_one_scope_are_the_same_in_all_sessions(tmp_path):
+    session = {"block_size": 64, "tool_tokens": 64, "requests": [{"hash_ids": [1, 2]}]}
+    other = session | {"tool_tokens": 128, "requests": [{"hash_ids": [1, 3]}]}
+    for scope, unique in (("local", 4), ("global", 3)):
+        lines = [line | {"hash_id_scope": scope} for line in (session, other)]
+        path = write_lines(tmp_path / f"{scope}.jsonl", *lines)
+        assert read_sessions(path, block_tokens=64).unique == unique
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (None, "there is no file of sessions in .*Name a folder of JSON files"),
+        ("{}", "b.json, line 1: .*requests.*Pass another file"),
+        ('{"requests": [{"t": 0}]}', "b.json, line 1: .*block_size"),
+        ('{"block_size": 64, "requests": [{"hash_ids": ["x"]}]}', "b.json, line 1: .*hash_ids"),
+        ('{"block_size": 64, "requests": [{"hash_ids": [1', "b.json, line 1"),
+        (f'{{"block_size": 64, "requests": [{{"hash_ids": [{2**64}]}}]}}', "b.json .*64 bits"),
+        ('{"block_size": 60, "requests": [{}]}', "blocks of 60 tokens .*multiple of 60"),
+        ('{"block_size": 64, "hash_id_scope": "x", "requests": []}', "hash_id_scope"),
+        (
+            '{"block_size": 64, "requests": [{"runs": [[0, 16777215]]}]}',
+            "b.json names too many blocks in session 2",
+        ),
+    ],
+)
+def test_a_bad_session_of_a_folder_is_named(tmp_path, body, problem):
+    if body is not None:
+        write_lines(tmp_path / "a.json", SESSIONS[0])
+        (tmp_path / "b.json").write_text(body)
+    with pytest.raises(ConfigError, match=problem):
+        read_trace(tmp_path)
+
+
+def test_what_is_no_file_in_a_folder(tmp_path):
+    (tmp_path / "more.json").mkdir()
+    with pytest.raises(ConfigError, match=r"that can be read .*more\.json"):
+        read_trace(tmp_path)
+
+
 # ---- damage
 
 

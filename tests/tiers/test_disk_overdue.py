@@ -12,7 +12,7 @@ import pytest
 
 from flowkv.tiers import Completion, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from tests.inside import Arena, ManualClock, StoreError, seal_all
+from tests.inside import READ, Arena, ManualClock, Operations, StoreError, address_of, seal_all
 
 from .frames import LAYOUT, answers, body_of, hits, info_of, key_of, outcomes, stored
 from .gates import GatedEngine
@@ -310,6 +310,36 @@ def test_a_large_store_does_not_starve_either(tmp_path: Path) -> None:
         tier.submit_load([load_of(at % 8, target)])
     assert [answer.outcome for answer in done if answer.job == job] == [Outcome.STORED]
     engine.release()
+    tier.close()
+
+
+def test_stores_wait_for_few_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many loads came before: the engine works off what it was given, in that order."""
+    size, order = 32 << 10, list[str]()
+    monkeypatch.setattr("flowkv.tiers.disk.tier.TOGETHER_BYTES", size)
+    monkeypatch.setattr("flowkv.tiers.disk.tier.SHARED_BYTES", 4 * size)
+    engine = GatedEngine()
+    tier = DiskTier(tmp_path, 8 * MIB, arena=Arena(3 * size), threads=0, engine=engine)
+    stored(tier, range(32), size=size)
+    memory = memoryview(bytearray(33 * size))
+    memory = memory[-address_of(memory) % 4096 :]
+    loads = [
+        Load(key_of(n), memory[n * size : (n + 1) * size], LAYOUT, direct=True) for n in range(32)
+    ]
+    answers(tier, tier.submit_load(loads), 32)  # whose digests are known then
+    submit = engine.submit
+
+    def noted(operations: Operations) -> None:
+        order.extend("read" if op == READ else "write" for op in operations["op"].tolist())
+        submit(operations)
+
+    monkeypatch.setattr(engine, "submit", noted)
+    jobs = tier.submit_load(loads), tier.submit_store([store_of(f"new {n}") for n in range(8)])
+    done: list[Completion] = []
+    while len(done) < 40:
+        done += tier.poll(1.0)
+    assert {answer.outcome for answer in done} == {Outcome.HIT, Outcome.STORED} and len(jobs) == 2
+    assert order.index("write") <= 4 and order.count("read") == 32
     tier.close()
 
 

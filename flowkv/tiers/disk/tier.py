@@ -418,8 +418,9 @@ def seal_all(frames: list[Unsealed]) -> None:
 #
 # One step: operations that the engine completed are verified, copied and answered; then waiting
 # loads and stores get memory and go to the engine, loads first, each kind with room that the other
-# cannot take. A thread steps for ever, or `poll` steps in the caller's thread, which makes a tier
-# without threads: the same calls in the same order, on any clock.
+# cannot take. While stores wait, the engine gets no more loads than it works off soon, for it takes
+# operations in their order. A thread steps for ever, or `poll` steps in the caller's thread, which
+# makes a tier without threads: the same calls in the same order, on any clock.
 #
 # Memory of an overdue operation is retired until the engine reports it. When too much is, the disk
 # is left alone ("breaker") until enough has come back.
@@ -427,6 +428,8 @@ def seal_all(frames: list[Unsealed]) -> None:
 _LOADS, _STORES = False, True
 TOGETHER_BYTES = 4 << 20
 """Most bytes of stripes with known digests that are read and answered together."""
+SHARED_BYTES = 64 << 20
+"""Bytes with the engine from which on loads wait, if stores do."""
 AT_ONCE = 16
 """Items begun before the engine gets them; others wait no longer than it takes to begin these."""
 _SHARE = {_LOADS: 0.75, _STORES: 0.5}  # of the arena, so that neither kind takes all
@@ -586,8 +589,10 @@ class DiskScheduler:
 
     def _take_known(self, begun: list[Operations]) -> tuple[int, bool]:
         """Begin the first loads that need no header; return how many, and whether there is room."""
-        tried = 0
-        while items := self._queue.begin_loads(self.known, TOGETHER_BYTES):
+        tried, room = 0, 1 << 62
+        if self._queue.stores_wait:
+            room = SHARED_BYTES - sum(n_bytes for _, n_bytes in self._flights.values())
+        while room > 0 and (items := self._queue.begin_loads(self.known, TOGETHER_BYTES)):
             alone = not self._flights and not begun
             try:
                 stripes = self._begin_known(items, alone=alone)
@@ -599,7 +604,8 @@ class DiskScheduler:
                 continue
             tried += len(stripes.group)
             begun += [stripes] if stripes.group else []
-        return tried, True
+            room -= sum(part.n_bytes for part in stripes.group)
+        return tried, room > 0
 
     def _put_back(self, items: Sequence[Item], *, forget: bool = False) -> None:
         """Return loads to the queue, in their order; `forget` makes each begin by itself."""
