@@ -124,6 +124,7 @@ def prefill(kv: KV, seq: Sequence, chunk: int = 16, tag: int = 0) -> Sequence:
     """Computes what is missing of a prompt."""
     for step in kv.prefill([seq], chunk=chunk):
         write(step, [tag])
+    settle(kv)
     return seq
 
 
@@ -135,6 +136,24 @@ def opened(kv: KV, tokens: Items[int], *, tag: int = 0, **options: Any) -> Seque
 def published(kv: KV, tokens: Items[int], *, tag: int = 0, **options: Any) -> None:
     """Makes a prompt known."""
     opened(kv, tokens, tag=tag, **options).close()
+    settle(kv)
+
+
+def settle(kv: KV) -> None:
+    """Have a device come to the end of its work, and the cache draw the consequences.
+
+    A step on a GPU publishes its pages at the end of a later one, and tiers get them when their
+    copies are over.
+    """
+    store = kv.planner.store
+    if copiers := [pool.copies for pool in store.pools.values() if pool.copies is not None]:
+        kv.planner.publish_pending()
+        with kv.lock:
+            for copies in copiers:
+                for mark, *_ in [*copies._coming, *copies._leaving]:
+                    mark.wait()
+            while store.writes.drain():
+                pass
 
 
 def content(kv: KV, seq: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

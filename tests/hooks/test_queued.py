@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import flowkv
+from flowkv import kernels
 from tests.cache.audit import audit
 from tests.cache.fakes import lasting
 from tests.cache.test_codecs import PAGE, make, poison, text
-from tests.cache.toy import check_content, make_kv, published
+from tests.cache.toy import advance, check_content, make_kv, opened, published, simple, write
 from tests.hooks import models
 from tests.hooks.compare import asked, assert_same, attached, generate, reused
 from tests.inside import DeviceTimer, NonFiniteError
@@ -103,6 +105,38 @@ def test_a_cache_closes_with_all_pages_whatever_cannot_be_encoded(
     with pytest.raises(NonFiniteError, match="page 1 of layer 1"):
         kv.close()
     assert kv.closed and left == ["closed"] and len(list(tier.scan())) == 4 * rows
+
+
+def test_a_page_that_a_step_reads_is_not_replaced_by_the_published_one(device: Runtime) -> None:
+    """Pages are published late: meanwhile their sequence may be in a step of another thread."""
+    tokens, other = [*range(PAGE)], [*range(50, 50 + 2 * PAGE)]
+    with make_kv(simple(page_size=PAGE), pages=5, prefetch="off") as kv:
+        one, two = kv.open(tokens), kv.open(tokens)
+        for seq in (one, two):
+            advance(kv, [seq], [tokens])
+        with kv.step([two], [[99]]) as step:
+            write(step)
+            before = kernels.gather_dense(step.pages(0), step.batch(0), PAGE + 1)
+            with opened(kv, other) as third:
+                after = kernels.gather_dense(step.pages(0), step.batch(0), PAGE + 1)
+                check_content(kv, third, other)
+        assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+        check_content(kv, two, [*tokens, 99])
+        two.close()
+        one.close()
+        audit(kv)
+
+
+def test_an_odd_forward_takes_no_earlier_page_away(device: Runtime) -> None:
+    """Pages of a prompt may still wait for their device when no further ones can be published."""
+    model, ids = models.causal("llama"), models.prompt(70)
+    with attached(model) as kv, torch.no_grad():
+        past = DynamicCache(config=model.config)
+        model(ids[:, :64], past_key_values=past, use_cache=True, logits_to_keep=1)
+        model(inputs_embeds=model.get_input_embeddings()(ids[:, 64:]), past_key_values=past)
+        del past
+        generate(model, 1, input_ids=ids)
+        assert reused(kv) >= 64
 
 
 def test_an_export_is_behind_copies_that_another_stream_began(
