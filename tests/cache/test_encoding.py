@@ -27,6 +27,8 @@ from tests.cache.toy import (
 )
 from tests.inside import Copies, CudaStreams, Later, SlotPool, kv_plan, seal
 
+pytestmark = pytest.mark.at_once
+
 WITHIN = 0.03
 """Largest error of an encoded number."""
 

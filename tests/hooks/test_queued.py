@@ -16,6 +16,7 @@ from flowkv import kernels
 from tests.cache.audit import audit
 from tests.cache.fakes import lasting
 from tests.cache.test_codecs import PAGE, make, poison, text
+from tests.cache.test_together import leave_all
 from tests.cache.toy import advance, check_content, make_kv, opened, published, simple, write
 from tests.hooks import models
 from tests.hooks.compare import asked, assert_same, attached, generate, reused
@@ -125,6 +126,18 @@ def test_a_page_that_a_step_reads_is_not_replaced_by_the_published_one(device: R
         two.close()
         one.close()
         audit(kv)
+
+
+def test_pages_that_a_busy_tier_refuses_are_counted(device: Runtime) -> None:
+    """Also where a copy ends just behind the refusal, so that the tier takes the next page."""
+    tier, prompt = lasting(), [*range(6 * PAGE)]
+    shape = simple(page_size=PAGE)
+    with make_kv(shape, pages=16, tiers=[tier], write_back=False, prefetch="off") as kv:
+        kv.planner.store.stack.mover.lanes[0].schedule.queue_bytes = 4096
+        published(kv, prompt)
+        leave_all(kv)
+        whole, lost = kv.flush(60), 6 - len(tier.frames)
+        assert lost and not whole and kv.stats()["tiers"]["lasting"]["dropped"] == lost
 
 
 def test_an_odd_forward_takes_no_earlier_page_away(device: Runtime) -> None:
