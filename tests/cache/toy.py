@@ -149,11 +149,11 @@ def settle(kv: KV) -> None:
     if copiers := [pool.copies for pool in store.pools.values() if pool.copies is not None]:
         kv.planner.publish_pending()
         with kv.lock:
-            for copies in copiers:
+            for copies in copiers * 2:  # what is over lets further copies begin
                 for mark, *_ in [*copies._coming, *copies._leaving]:
                     mark.wait()
-            while store.writes.drain():
-                pass
+                while store.writes.drain():
+                    pass
 
 
 def content(kv: KV, seq: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
