@@ -12,10 +12,12 @@ import torch
 from transformers import DynamicCache
 
 import flowkv
-from flowkv import kernels
+from flowkv import Geometry, kernels
 from tests.cache.audit import audit
 from tests.cache.fakes import lasting
 from tests.cache.test_codecs import PAGE, make, poison, text
+from tests.cache.test_overflow import Noise, grow, run
+from tests.cache.test_overflow import make as overflowing
 from tests.cache.test_together import leave_all
 from tests.cache.toy import advance, check_content, make_kv, opened, published, simple, write
 from tests.hooks import models
@@ -90,6 +92,25 @@ def test_contexts_beyond_the_device(device: Runtime) -> None:
     with attached(model, gpu="256KiB", host="64MiB", overflow=True) as kv:
         assert_same(generate(model, 30, input_ids=ids), theirs)
         assert kv.planner.overflow.read_bytes > 0
+
+
+def test_a_stage_is_read_behind_the_copy_that_another_stream_began(
+    device: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads attend over the same pages below their device, on streams of their own."""
+    shape = Geometry.uniform(layers=1, kv_heads=2, head_dim=64, page_size=16)
+    row = Noise(shape)
+    with overflowing(shape, 16, overflow=True) as kv, kv.open([], reuse=False) as seq:
+        grow(kv, [seq], [row], 300)
+        assert seq.away
+        kv.planner.overflow._stages.clear()
+        with kv.fork(seq) as twin, kv.step([twin], [[7]]) as step:
+            k, v, q = row.copy().make(0, twin.length, 1)
+            step.write(0, k, v)
+            monkeypatch.setattr(Event, "query", lambda _: False)  # the copies take their time
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+                run(kv, [seq], [[7]], [row])
+            torch.testing.assert_close(step.read(0, q), row.attention(0, q))
 
 
 @pytest.mark.parametrize(("rows", "recent"), [(1, 0), (3, 8)])
