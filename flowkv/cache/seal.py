@@ -430,6 +430,8 @@ class Publisher:
                     if take:
                         seq.fidelity = fidelity = max(fidelity, block.fidelity)
                         self._take(seq, g, page_no, block)
+                    else:  # taken with the sequence's next page
+                        full = min(full, page_no)
                     continue
                 if not sound[g, page]:
                     seq.publishable = False

@@ -772,17 +772,18 @@ def test_pages_of_several_codecs_are_moved_together() -> None:
 # ---- what cannot be encoded
 
 
-def poison(kv: KV, seq: Sequence, value: float, layer: int = 1) -> None:
-    """Computes the rest of a prompt, one element of one layer being `value`."""
+def poison(kv: KV, seq: Sequence, value: float, *, settles: bool = True) -> None:
+    """Computes the rest of a prompt, one element of layer 1 being `value`."""
     for step in kv.prefill([seq], chunk=1 << 20):
         for g, group in enumerate(step.groups):
             for number in group.layers:
                 known = seq.tokens[: seq.length + int(step.counts[0])].tolist()
                 k, v = keys_values(kv.geometry, number, known, seq.length)
-                if number == layer:
+                if number == 1:
                     k[PAGE + 3, 0, 5] = value
                 kernels.append(k, v, step.pages(number), step.batch(g))
-    settle(kv)
+    if settles:
+        settle(kv)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])

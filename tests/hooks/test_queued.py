@@ -19,9 +19,19 @@ from tests.cache.test_codecs import PAGE, make, poison, text
 from tests.cache.test_overflow import Noise, grow, run
 from tests.cache.test_overflow import make as overflowing
 from tests.cache.test_together import leave_all
-from tests.cache.toy import advance, check_content, make_kv, opened, published, simple, write
+from tests.cache.toy import (
+    advance,
+    check_content,
+    make_kv,
+    opened,
+    published,
+    settle,
+    simple,
+    write,
+)
 from tests.hooks import models
 from tests.hooks.compare import asked, assert_same, attached, generate, reused
+from tests.hooks.test_blend import DOCUMENTS, LISTS, blending, draw, last
 from tests.inside import DeviceTimer, NonFiniteError
 from tests.queued import Event, Runtime, like_a_gpu
 
@@ -123,7 +133,7 @@ def test_a_cache_closes_with_all_pages_whatever_cannot_be_encoded(
     kv = make("kv8", recent_tokens=recent * PAGE, non_finite="error", tiers=[tier])
     seqs = [kv.open(text(2 * PAGE, seed)) for seed in range(rows)]
     for seq in seqs:
-        poison(kv, seq, 1e38)
+        poison(kv, seq, 1e38, settles=False)
     with pytest.raises(NonFiniteError, match="page 1 of layer 1"):
         kv.close()
     assert kv.closed and left == ["closed"] and len(list(tier.scan())) == 4 * rows
@@ -144,6 +154,11 @@ def test_a_page_that_a_step_reads_is_not_replaced_by_the_published_one(device: R
                 check_content(kv, third, other)
         assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
         check_content(kv, two, [*tokens, 99])
+        more = [*range(PAGE - 1)]
+        advance(kv, [two], [more])
+        settle(kv)
+        assert one.blocks[0][0] is two.blocks[0][0] is not None, "it is shared after all"
+        check_content(kv, two, [*tokens, 99, *more])
         two.close()
         one.close()
         audit(kv)
@@ -159,6 +174,17 @@ def test_pages_that_a_busy_tier_refuses_are_counted(device: Runtime) -> None:
         leave_all(kv)
         whole, lost = kv.flush(60), 6 - len(tier.frames)
         assert lost and not whole and kv.stats()["tiers"]["lasting"]["dropped"] == lost
+
+
+def test_a_beginning_before_documents_is_known_to_the_next_prompt(device: Runtime) -> None:
+    """What is computed exactly is published, although what is blended behind it is not."""
+    model, begins = models.causal("llama"), draw(200, 70)
+    with blending(model, 0.15) as kv:
+        kv.learn(LISTS)
+        for n, document in enumerate(DOCUMENTS[:2]):
+            seen = reused(kv)
+            last(model, torch.cat([begins, document, draw(10, 71 + n)]))
+            assert (reused(kv) - seen >= 192) == (n > 0)
 
 
 def test_an_odd_forward_takes_no_earlier_page_away(device: Runtime) -> None:
