@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from flowkv import KV, Geometry, LayerGroup, Sequence, Step, kernels
+from tests.inside import CudaStreams, operands, page_layout
 from tests.inside import kv_plan as plan
-from tests.inside import page_layout
 
 PAGE = 8
 WINDOW = 12
@@ -146,14 +146,17 @@ def settle(kv: KV) -> None:
     copies are over.
     """
     store = kv.planner.store
-    if copiers := [pool.copies for pool in store.pools.values() if pool.copies is not None]:
-        kv.planner.publish_pending()
-        with kv.lock:
-            for copies in copiers * 2:  # what is over lets further copies begin
-                for mark, *_ in [*copies._coming, *copies._leaving]:
-                    mark.wait()
-                while store.writes.drain():
-                    pass
+    if not operands.GPUS & {pool.device.type for pool in store.pools.values()}:
+        return
+    kv.planner.publish_pending()
+    with kv.lock:
+        for _ in range(2):  # what is over lets further copies begin
+            for copies in [pool.copies for pool in store.pools.values()]:
+                if copies is not None and isinstance(copies.streams, CudaStreams):
+                    for mark, *_ in [*copies._coming, *copies._leaving]:
+                        mark.wait()
+            while store.writes.drain():
+                pass
 
 
 def content(kv: KV, seq: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
