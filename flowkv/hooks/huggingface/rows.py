@@ -378,8 +378,8 @@ class Rows:
     def disable_publishing(self) -> None:
         """Publish no further pages: K and V depend on inputs that keys do not cover."""
         try:
-            if not (self.blind or self.kv.inherited):  # earlier pages may wait for their device
-                Planner.of(self.seqs[0]).publish_pending()
+            for seq in [] if self.blind or self.kv.inherited else self.seqs[:1]:
+                Planner.of(seq).publish_pending()  # earlier pages may wait for their device
         finally:
             self.blind = True
             self._notes.clear()
