@@ -93,7 +93,7 @@ class Stage:
         if self._copies is not None:
             self._sent = self._copies.send(self._row, self.arena)
 
-    def join(self) -> None:
+    def order(self) -> None:
         """Make later work on the caller's stream begin after the copy to the device."""
         if self._copies is not None and self._sent is not None:
             self._copies.streams.after(self._sent)
@@ -631,7 +631,7 @@ class Overflow:
         """
         stage = self.start_load(group, tile, place)
         if stage.arrived:
-            stage.join()  # another thread's stream may have begun the copy
+            stage.order()  # another thread's stream may have begun the copy
             return stage
         name = stage.name
         self._settle(stage)
