@@ -234,6 +234,25 @@ def test_pages_that_are_still_coming_are_used_on_another_stream(
     assert not wrong
 
 
+def test_an_open_page_that_another_stream_fills_is_copied_behind_it() -> None:
+    """Two threads with streams of their own: one asks for what the other is computing."""
+    text, wrong = [*range(PAGE - 1)], list[str]()
+    for seed in range(12):
+        kv, device = make_kv(pages=40, prefetch="off"), LateDevice(seed)
+        with on(device, kv):
+            for device.current in ("other", "compute"):  # both use pages
+                published(kv, [seed, 99])
+            first = opened(kv, text)
+            device.current = "other"
+            with kv.open([*text, 99]) as second:
+                assert second.reused == len(text)
+                read(device, kv, second)
+            first.close()
+        wrong += device.wrong
+        kv.close()
+    assert not wrong
+
+
 def test_streams_of_a_gpu_are_asked_for_that_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Encoding waits for its caller's stream; the pool's memory is kept until it is over."""
     said: list[str] = []
