@@ -57,6 +57,8 @@ class Streams:
 
     def use(self) -> None: ...
 
+    def after_users(self) -> None: ...
+
     def used(self) -> list[Mark]:
         return []
 

@@ -203,7 +203,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep our part, mark the thorough tests; skip what needs a GPU where there is none."""
+    """Keep our part, mark the thorough tests; skip what this device cannot do."""
     part, parts = map(int, config.getoption("--part").split("/"))
     if parts > 1:
         others = [item for item in items if part_of(item, parts) != part]
@@ -212,12 +212,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path in FILES or left_out(item.nodeid):
             item.add_marker("thorough")
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none on this machine")
+    skips = dict[str, str]()
+    if not torch.cuda.is_available():
+        skips["gpu"] = "needs a CUDA device, and torch sees none on this machine"
+    if config.getoption("--queued"):
+        skips["at_once"] = "of what a CPU does at once, or with a device of its own"
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        for word in skips.keys() & set(item.keywords):
+            item.add_marker(pytest.mark.skip(reason=skips[word]))
 
 
 def _settle() -> None:
@@ -272,8 +274,10 @@ def queued(request: pytest.FixtureRequest) -> object:
 
 
 @pytest.fixture(autouse=True)
-def copies(queued: Any) -> Iterator[None]:
+def copies(queued: Any, request: pytest.FixtureRequest) -> Iterator[None]:
     """With `--queued`, fail where the source of a copy to the device changed too early."""
+    if queued:  # what is late is the same whatever ran before
+        queued.late.seed(request.node.nodeid)
     yield
     if queued and queued.faults:
         queued.faults.clear()

@@ -166,10 +166,12 @@ class Runtime:
     Attributes:
         registered: Addresses and bytes of registered memory.
         faults: What was done wrong with memory of copies.
+        late: Says how late events are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         self.registered, self.faults = dict[int, int](), list[str]()
+        self.late = random.Random(seed)
         self._pinned = set[int]()
 
     def registers(self, address: int) -> bool:
@@ -261,7 +263,7 @@ def _among(kinds: set[str], kind: str) -> Iterator[None]:
 @contextmanager
 def like_a_gpu(seed: int = 0) -> Iterator[Runtime]:
     """Treat the CPU as a GPU inside the block."""
-    current, runtime = threading.local(), Runtime()
+    current, runtime = threading.local(), Runtime(seed)
     default = Stream(eager=True)
 
     def stream_now(_: object = None) -> Stream:
@@ -323,7 +325,7 @@ def like_a_gpu(seed: int = 0) -> Iterator[Runtime]:
         stream_now().queue(runtime.to_device(lambda: b"".join(x.read() for x in held), move))
 
     with recorded(), _among(operands.GPUS, "cpu"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Event, "late", random.Random(seed))
+        patch.setattr(Event, "late", runtime.late)
         patch.setattr(graphs, "recorder_of", _RECORDER_OF)
         patch.setattr(door, "recorder_of", _RECORDER_OF)
         for name in ("CHUNK_BYTES", "AHEAD_BYTES"):  # there are many caches, and few pages

@@ -93,6 +93,11 @@ class Stage:
         if self._copies is not None:
             self._sent = self._copies.send(self._row, self.arena)
 
+    def order(self) -> None:
+        """Make later work on the caller's stream begin after the copy to the device."""
+        if self._copies is not None and self._sent is not None:
+            self._copies.streams.after(self._sent)
+
     def reuse(self) -> None:
         """Clear the state for other stripes; the caller sets `name` after submitting the loads."""
         if self._sent is not None:  # wait for the copy to the device, which still reads the memory
@@ -626,6 +631,7 @@ class Overflow:
         """
         stage = self.start_load(group, tile, place)
         if stage.arrived:
+            stage.order()  # another thread's stream may have begun the copy
             return stage
         name = stage.name
         self._settle(stage)

@@ -92,6 +92,11 @@ class CudaStreams:
                 stream.wait_stream(other)
             self._users.append(stream)
 
+    def after_users(self) -> None:
+        """Make later work on the caller's stream begin after all work on pages so far."""
+        for other in self._users:
+            torch.cuda.current_stream(self.device).wait_stream(other)
+
     def used(self) -> list[CudaMark]:
         """Return a mark after the work of each stream that uses pages; none if it is only one."""
         return [CudaMark(stream) for stream in self._users] if len(self._users) > 1 else []

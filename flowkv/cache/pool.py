@@ -434,6 +434,8 @@ class PagePool:
 
     def copy(self, source: Sequence[int], target: Sequence[int], granules: int) -> None:
         """Copy pages onto other pages of the same size."""
+        if self.copies is not None:  # open pages may still be computed on another thread's stream
+            self.copies.streams.after_users()
         kernels.copy_pages(self.arena, self.granules(source), self.granules(target), granules)
 
     def _occupy(self, granule: int) -> None:

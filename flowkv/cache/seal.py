@@ -381,7 +381,9 @@ class Publisher:
             for seq, g, own, full in due:
                 if check.exact:
                     own = {n: page for n, page in own.items() if not self._differs(seq, g, n)}
-                self._publish_group(seq, g, own, full, fresh[g], sound)
+                # The pages of a step that another thread runs meanwhile must stay.
+                take = not late or self.tables.state[seq.row] != STEPPING
+                self._publish_group(seq, g, own, full, fresh[g], sound, take=take)
         finally:
             for blocks in fresh:
                 self.store.insert(blocks)
@@ -413,6 +415,8 @@ class Publisher:
         full: int,
         fresh: list[Block],
         sound: Mapping[tuple[int, int], bool],
+        *,
+        take: bool,
     ) -> None:
         store, size, keys = self.store, self.page_size, seq.keys(g, full)
         first, fidelity, made = min(own, default=full), seq.fidelity, dict[Block, int]()
@@ -423,8 +427,11 @@ class Publisher:
                     break
                 block, codec = store.index.find(keys[page_no]), page >> CODEC_SHIFT
                 if block is not None and block.page >= 0:
-                    seq.fidelity = fidelity = max(fidelity, block.fidelity)
-                    self._take(seq, g, page_no, block)
+                    if take:
+                        seq.fidelity = fidelity = max(fidelity, block.fidelity)
+                        self._take(seq, g, page_no, block)
+                    else:  # taken with the sequence's next page
+                        full = min(full, page_no)
                     continue
                 if not sound[g, page]:
                     seq.publishable = False

@@ -376,12 +376,9 @@ class Eviction:
                     store.free_pages(blocks, reason)
                 for number, (frames, done, mark) in going.items():
                     waits = reason == "space" and not (ahead or stack.admission.outlives(number))
-                    refused = stack.store(frames, number, done, mark, waits=waits)
+                    refused = stack.store(frames, number, done, mark, waits=waits, leaves=True)
                     if pages := len(frames) - len(refused):
                         stack.demoted("device", number, n_bytes * pages, pages)
-                    busy = not stack.mover.lanes[number].takes(n_bytes)
-                    for _ in [b for b in refused if busy and b not in stack.unwritten]:
-                        stack.miss_out(number)
         except BaseException:  # pages that left ahead stay where they have no copy
             there = reversed(store.next_victims[store.devices[blocks[0].group]])
             store.insert([block for block in there if not (block.tiers or block.going)])

@@ -216,6 +216,7 @@ class TierStack:
         mark: CopyMark | None = None,
         *,
         waits: bool = False,
+        leaves: bool = False,
     ) -> list[Block]:
         """Store blocks of one form in a tier in the background; return those without room there.
 
@@ -229,6 +230,8 @@ class TierStack:
                 are not stored again, and later with those that the tier has answered.
             mark: The copy that fills the bytes; None for bytes that are complete.
             waits: Whether to wait while the tier is busy.
+            leaves: Whether to count blocks that a busy tier refuses as dropped, unless they wait to
+                be written.
         """
         if late := dict.fromkeys(b for b, *_ in frames if b.gone or b.going >> number & 1):
             done([*late])
@@ -241,12 +244,14 @@ class TierStack:
         if waits:
             self.mover.await_room(number, n_bytes, (count - 1) * n_bytes)
         proven = self.provisional.keys().isdisjoint(blocks.values())
-        takes = proven or not self.admission.outlives(number)
-        takes = takes and lane.takes(n_bytes, (count - 1) * n_bytes)
+        busy = not lane.takes(n_bytes, (count - 1) * n_bytes)
+        takes = not busy and (proven or not self.admission.outlives(number))
         if not (takes and self.make_room(number, count * each)):
             refused = [] if count > 1 else [*blocks.values()]
+            if leaves and busy and refused and refused[0] not in self.unwritten:
+                self.miss_out(number)
             for one in frames if count > 1 else ():
-                refused += self.store([one], number, done, mark, waits=waits)
+                refused += self.store([one], number, done, mark, waits=waits, leaves=leaves)
                 # What has landed may make room for the next one.
                 self.mover.wait([number], waits * self.mover.deadline_s)
             return refused

@@ -412,6 +412,7 @@ class Blender:
         for place in places:
             again[place.first - start : place.first - start + place.count] = False
         before, far = (seq.publishable, seq.salts, seq.fidelity), 0.0
+        Planner.of(seq).publish_pending()  # exact pages before the spans
         self.separate(seq, places)
         try:
             with torch.no_grad(), plan(self.kv, [seq], [count]) as step:

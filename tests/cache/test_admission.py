@@ -23,6 +23,7 @@ from tests.cache.toy import (
     opened,
     prefill,
     published,
+    settle,
     simple,
 )
 from tests.inside import (
@@ -313,6 +314,7 @@ def test_promises_hold_whatever_happens(
             kv.forget(tokens)
             keys = {b.key for b in store.index}
             assert disk.frames.keys() <= keys
+        settle(kv)
         store.writes.drain()
         for block in store.index:
             if block.kind == "page" and (block.pinned or block.lease):

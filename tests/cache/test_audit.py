@@ -356,6 +356,7 @@ def _broken(step: Step) -> None:
     raise RuntimeError("broken")
 
 
+@pytest.mark.at_once
 def test_audits_are_no_measure_of_the_model() -> None:
     tier = lasting()
     stored(tier)

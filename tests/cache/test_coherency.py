@@ -15,7 +15,16 @@ from flowkv.testing import MemoryTier
 from flowkv.tiers.shared import SharedTier
 from tests.cache.audit import audit
 from tests.cache.fakes import Deferred, Silent, Wrapped
-from tests.cache.toy import PAGE, advance, check_content, geometry, make_kv, opened, published
+from tests.cache.toy import (
+    PAGE,
+    advance,
+    check_content,
+    geometry,
+    make_kv,
+    opened,
+    published,
+    settle,
+)
 from tests.cache.toy import simple as one_group
 from tests.inside import ErasureLog, StoreError, mover
 
@@ -307,10 +316,12 @@ def test_a_step_hears_of_it_where_nobody_opens_prompts(tmp_path: Path) -> None:
     seq = b.open([9])
     a.forget(P)
     advance(b, [seq], [[9, *[7] * 16]])
+    settle(b)
     b.planner.store.writes.drain()
     stack = b.planner.store.stack
     assert stack.erasure_logs.behind and not list(stack.tiers[0].scan())
     advance(b, [seq], [[7]])
+    settle(b)
     b.planner.store.writes.drain()
     assert not stack.erasure_logs.behind and len(list(stack.tiers[0].scan())) == 2
     seq.close()

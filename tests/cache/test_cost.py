@@ -30,6 +30,7 @@ def decoding(context: int, rows: int = ROWS) -> tuple[KV, list[Sequence]]:
     return kv, [prefill(kv, kv.open([row] * context), chunk=context) for row in range(rows)]
 
 
+@pytest.mark.at_once
 @pytest.mark.parametrize("fills", [False, True], ids=["in a page", "at a border"])
 def test_a_step_costs_the_same_whatever_the_context(fills: bool) -> None:
     counts = []

@@ -27,6 +27,8 @@ from tests.cache.toy import (
 )
 from tests.inside import Copies, CudaStreams, Later, SlotPool, kv_plan, seal
 
+pytestmark = pytest.mark.at_once
+
 WITHIN = 0.03
 """Largest error of an encoded number."""
 
@@ -227,6 +229,25 @@ def test_pages_that_are_still_coming_are_used_on_another_stream(
             assert (device.encoded > 0) == (use == "encode")
             with kv.open([*text, 99]) as seq:
                 read(device, kv, seq)
+        wrong += device.wrong
+        kv.close()
+    assert not wrong
+
+
+def test_an_open_page_that_another_stream_fills_is_copied_behind_it() -> None:
+    """Two threads with streams of their own: one asks for what the other is computing."""
+    text, wrong = [*range(PAGE - 1)], list[str]()
+    for seed in range(12):
+        kv, device = make_kv(pages=40, prefetch="off"), LateDevice(seed)
+        with on(device, kv):
+            for device.current in ("other", "compute"):  # both use pages
+                published(kv, [seed, 99])
+            first = opened(kv, text)
+            device.current = "other"
+            with kv.open([*text, 99]) as second:
+                assert second.reused == len(text)
+                read(device, kv, second)
+            first.close()
         wrong += device.wrong
         kv.close()
     assert not wrong

@@ -74,6 +74,7 @@ def test_ghosts_are_bounded_by_what_is_known() -> None:
 SLOW = [pytest.param(name, marks=pytest.mark.thorough) for name in CATALOGUE if name != "opt"]
 
 
+@pytest.mark.at_once
 @pytest.mark.parametrize("policy", ["lru", "auto", *SLOW])
 def test_what_is_remembered_of_requests_has_a_bound(
     policy: str, monkeypatch: pytest.MonkeyPatch

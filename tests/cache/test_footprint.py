@@ -10,7 +10,7 @@ from flowkv import KV, Sequence
 from tests.inside import CapacityError, Footprint
 
 from .links import Link, evict
-from .toy import PAGE, advance, geometry, make_kv, opened, published, simple, write
+from .toy import PAGE, advance, geometry, make_kv, opened, published, settle, simple, write
 
 TEXTS = ([1, 2, 3] * 20, [1, 2, 3] * 5 + [4] * 30, [5] * 40, [6])
 
@@ -45,6 +45,7 @@ def test_what_is_counted_at_a_glance_is_what_there_is(codec: str, data: st.DataO
             evict(kv)
         else:
             published(kv, data.draw(st.sampled_from(TEXTS)))
+        settle(kv)
         unit = footprint._unit["cpu"]
         for seq in seqs:
             assert footprint.alone(seq) == round(granules_alone(kv, seq) / unit)

@@ -15,6 +15,8 @@ from flowkv import KV
 from tests.cache.toy import PAGE, advance, check_content, make_kv, opened, write
 from tests.inside import CODEC_SHIFT, DeviceTimer, Later, drop_unproven, seal
 
+pytestmark = pytest.mark.at_once
+
 TEXT = list(range(100, 100 + 4 * PAGE))
 
 

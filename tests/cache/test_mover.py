@@ -19,7 +19,7 @@ from flowkv.tiers import Completion, FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import Deferred, Wrapped, lasting
-from tests.cache.toy import check_content, make_kv, opened, published, simple
+from tests.cache.toy import check_content, make_kv, opened, published, settle, simple
 from tests.inside import (
     Demoted,
     Failed,
@@ -627,6 +627,7 @@ def test_pages_that_are_on_their_way_down_are_found() -> None:
     with kv.lock:
         while kv.planner.store.eviction.make_room(0, 1):
             pass
+    settle(kv)
     assert disk.waiting == 3 and not disk.frames
     assert kv.explain([*P, 0]).residency == {"lasting": 24}
     disk.poll = lambda timeout_s=0.0: []  # it takes its time

@@ -123,6 +123,7 @@ def test_nothing_is_copied_ahead_before_the_first_token_of_a_request() -> None:
     end(kv, copies)
 
 
+@pytest.mark.at_once
 def test_nothing_is_copied_ahead_with_room_or_without_copies_beside_the_computation() -> None:
     kv, copies, watched = world(pages=200)
     filled(kv)

@@ -126,6 +126,10 @@ class FakeStreams:
                 self._wait(self.current, self._mark(other))
             self.users.append(self.current)
 
+    def after_users(self) -> None:
+        for other in self.users:
+            self._wait(self.current, self._mark(other))
+
     def used(self) -> list[FakeMark]:
         several = len(self.users) > 1 and "used" not in self.faults
         return [self._mark(user) for user in self.users] if several else []

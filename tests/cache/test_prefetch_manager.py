@@ -322,6 +322,7 @@ def test_documents_that_recur_in_an_order_come_before_they_are_asked_for() -> No
 # ---- what it costs
 
 
+@pytest.mark.at_once
 @pytest.mark.parametrize("fills", [False, True], ids=["in a page", "at a border"])
 def test_where_nothing_is_expected_a_step_calls_nothing_more(fills: bool) -> None:
     counts = []
@@ -340,6 +341,7 @@ def test_where_nothing_is_expected_a_step_calls_nothing_more(fills: bool) -> Non
     assert counts[0] == counts[1]
 
 
+@pytest.mark.at_once
 def test_until_something_is_due_an_edge_only_looks_at_the_clock() -> None:
     counts = []
     for eta_s in (None, 1000.0):

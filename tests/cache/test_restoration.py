@@ -337,6 +337,7 @@ def _loaded(link: Link) -> Counter[tuple[bytes, int]]:
 ways_to_restore = st.builds(Split, st.integers(0, 3).map(lambda n: n * PAGE), st.integers(0, 3))
 
 
+@pytest.mark.at_once
 @settings(max_examples=20)
 @given(
     policy=st.just("flowkv") | ways_to_restore,

@@ -280,6 +280,7 @@ class Device:
         return 0.5 if self.left < 0 else None
 
 
+@pytest.mark.at_once
 def test_the_front_is_timed_by_its_device() -> None:
     """As any prompt is: the host queues a step in a fraction of the time that it takes."""
     prompt, link = tokens(6 * PAGE + 1), Link(per_poll=0)
@@ -321,6 +322,7 @@ def test_spans_of_the_front_come_before_the_end_of_the_restore() -> None:
         assert kinds == [RestoreSpan] * 3 + [RestoreEnded]
 
 
+@pytest.mark.at_once
 def test_a_front_in_steps_of_less_than_a_page_is_measured() -> None:
     """But not as the rate of a prompt."""
     prompt, link = tokens(4 * PAGE + 1), Link(per_poll=0)
@@ -338,6 +340,7 @@ def test_a_front_in_steps_of_less_than_a_page_is_measured() -> None:
         assert len(spans) == 4 and kv.restores.costs.tried and not told
 
 
+@pytest.mark.at_once
 def test_a_row_is_not_closed_while_its_front_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, link = tokens(4 * PAGE + 1), Link(per_poll=0)
     with stored(prompt, link, policy=Split(front=3 * PAGE)) as kv:

@@ -166,6 +166,7 @@ def test_loads_that_do_not_help_are_not_made() -> None:
         pytest.fail("a slow first load is held against the tier for ever")
 
 
+@pytest.mark.at_once
 def test_only_prompts_measure_the_rate_of_computing() -> None:
     kv, told = make_kv(), list[tuple[int, bool]]()
     kv.planner.measured = lambda tokens, seconds, _: told.append((tokens, seconds > 0))

@@ -27,6 +27,7 @@ from tests.cache.toy import (
     opened,
     prefill,
     published,
+    settle,
     simple,
     write,
 )
@@ -71,6 +72,7 @@ class Timer:
         return 0.5 if len(self.calls) > 3 else None
 
 
+@pytest.mark.at_once
 def test_a_prompt_is_timed_by_its_device(kv: KV) -> None:
     """Its time is known some steps later; what the host stood still for is left out."""
     told, timer, seq = list[tuple[int, float, float]](), Timer(), opened(kv, [5] * 11)
@@ -369,12 +371,14 @@ def test_non_finite_keys_are_never_published_and_warned_of_once(
 def test_a_warning_that_raises_leaves_whole_what_was_published_before_it(kv: KV) -> None:
     """The sequence holds the pages before the one that is no number, and no other one's."""
     seq = kv.open([4] * 20, reuse=False)
-    with pytest.raises(UserWarning, match="holds NaN"), kv.step([seq], [[4] * 20]) as step:
-        write(step)
-        layout = kv.planner.store.forms[0].raw
-        page = int(step.batch(0).table[seq.row, 1])
-        raw = kv.planner.store.pool(0).page_bytes(page, layout.page_bytes)
-        raw.view(torch.float32)[layout.run_offset_bytes(0, 0) // 4 + 9] = float("nan")
+    with pytest.raises(UserWarning, match="holds NaN"):
+        with kv.step([seq], [[4] * 20]) as step:
+            write(step)
+            layout = kv.planner.store.forms[0].raw
+            page = int(step.batch(0).table[seq.row, 1])
+            raw = kv.planner.store.pool(0).page_bytes(page, layout.page_bytes)
+            raw.view(torch.float32)[layout.run_offset_bytes(0, 0) // 4 + 9] = float("nan")
+        settle(kv)
     assert all(block.page >= 0 for blocks in seq.blocks for block in blocks if block is not None)
     other = opened(kv, [4] * 20)
     seq.close()
@@ -456,6 +460,7 @@ def decoded(kv: KV, rows: dict[Sequence, list[int]], last: Step | None, token: i
     return step
 
 
+@pytest.mark.at_once
 def test_steps_of_the_same_rows_keep_what_was_prepared_until_the_longest_begins_a_page(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

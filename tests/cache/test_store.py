@@ -160,6 +160,7 @@ def test_pins_outlive_neither_forgetting_nor_invalidation() -> None:
 # ---- stores under way
 
 
+@pytest.mark.at_once
 def test_a_page_that_is_being_stored_is_not_given_out() -> None:
     disk = Deferred(lasting())
     kv = simple_kv(disk, pages=4)

@@ -51,6 +51,7 @@ class Transfers(TorchDispatchMode):
         return func(*args, **given)
 
 
+@pytest.mark.at_once
 def test_a_table_goes_to_its_device_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of pinned memory; each stream reads the copy that it made, also after a change."""
     stream, pinned = ["one"], list[torch.Tensor]()

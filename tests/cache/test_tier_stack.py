@@ -13,7 +13,7 @@ from flowkv.testing import MemoryTier
 from flowkv.tiers import Completion, Load, Outcome
 from tests.cache.audit import audit
 from tests.cache.fakes import Deferred, Silent, Wrapped, lasting
-from tests.cache.toy import check_content, make_kv, opened, published, simple
+from tests.cache.toy import check_content, make_kv, opened, published, settle, simple
 from tests.inside import Block, ManualClock, StoreError, bind
 
 P = [1] * 24
@@ -37,6 +37,7 @@ def evict_all(kv: KV) -> None:
     with kv.lock:
         while kv.planner.store.eviction.make_room(0, 1):
             pass
+    settle(kv)
 
 
 def blocks(kv: KV) -> list[Any]:

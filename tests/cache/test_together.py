@@ -74,6 +74,7 @@ def served(kv: KV, tokens: int) -> None:
     audit(kv)
 
 
+@pytest.mark.at_once
 @pytest.mark.parametrize("bus", [False, True])
 def test_they_are_one_request_of_the_tier_and_one_event(bus: bool) -> None:
     near = Deferred(MemoryTier(name="near"))
@@ -202,6 +203,7 @@ def test_a_queue_that_is_short_takes_them_one_by_one(seed: int) -> None:
     audit(kv)
 
 
+@pytest.mark.at_once
 def test_what_leaves_memory_for_a_tier_that_is_busy_is_counted() -> None:
     """Without write-back nothing else says that the page is lost."""
     near, far = MemoryTier(name="near"), lasting()

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from flowkv import KV, Geometry, LayerGroup, Sequence, Step, kernels
+from tests.inside import CudaStreams, operands, page_layout
 from tests.inside import kv_plan as plan
-from tests.inside import page_layout
 
 PAGE = 8
 WINDOW = 12
@@ -124,6 +124,7 @@ def prefill(kv: KV, seq: Sequence, chunk: int = 16, tag: int = 0) -> Sequence:
     """Computes what is missing of a prompt."""
     for step in kv.prefill([seq], chunk=chunk):
         write(step, [tag])
+    settle(kv)
     return seq
 
 
@@ -135,6 +136,27 @@ def opened(kv: KV, tokens: Items[int], *, tag: int = 0, **options: Any) -> Seque
 def published(kv: KV, tokens: Items[int], *, tag: int = 0, **options: Any) -> None:
     """Makes a prompt known."""
     opened(kv, tokens, tag=tag, **options).close()
+    settle(kv)
+
+
+def settle(kv: KV) -> None:
+    """Have a device come to the end of its work, and the cache draw the consequences.
+
+    A step on a GPU publishes its pages at the end of a later one, and tiers get them when their
+    copies are over.
+    """
+    store = kv.planner.store
+    if not operands.GPUS & {pool.device.type for pool in store.pools.values()}:
+        return
+    kv.planner.publish_pending()
+    with kv.lock:
+        for _ in range(2):  # what is over lets further copies begin
+            for copies in [pool.copies for pool in store.pools.values()]:
+                if copies is not None and isinstance(copies.streams, CudaStreams):
+                    for mark, *_ in [*copies._coming, *copies._leaving]:
+                        mark.wait()
+            while store.writes.drain():
+                pass
 
 
 def content(kv: KV, seq: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,6 +26,7 @@ from . import models
 from .compare import attached, generate, reused
 
 thorough = pytest.mark.thorough
+pytestmark = pytest.mark.usefixtures("all_is_loaded")  # reuse is counted
 NEW, WORDS = 14, 6
 HIDDEN = "ignore:FlowKV computes prompts whose hidden states"
 Proposals = list[tuple[int, list[int]]]

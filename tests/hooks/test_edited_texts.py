@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import flowkv
 from flowkv import Salt
+from tests.cache.toy import settle
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
 from tests.hooks.test_blend import MADE, draw, last
@@ -163,8 +164,10 @@ def test_whole_answers_are_erased_though_their_last_token_is_not_cached() -> Non
     model = models.causal("llama")
     with editing(model) as kv:
         last(model, FORMER)
+        settle(kv)
         kept = kv.stats()["blocks"]
         answer = generate(model, 12, input_ids=EDITS["removed"][None]).sequences[0]
+        settle(kv)
         assert kv.stats()["blocks"] > kept and len(texts_of(model, kv)) == 2
         kv.forget(answer.tolist())
         assert kv.stats()["blocks"] == kept and len(texts_of(model, kv)) == 1

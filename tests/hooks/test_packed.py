@@ -13,6 +13,7 @@ from transformers.masking_utils import causal_mask_function
 
 from flowkv import Request
 from flowkv.hooks.huggingface import make_runner_parts
+from tests.cache.toy import settle
 from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
@@ -260,6 +261,7 @@ def test_what_a_setting_changed_for_one_step_is_not_published(name: str) -> None
         runner = runner_of(make_runner_parts(model, kv), kv)
         row = _open(runner, text)
         _give(runner, row, text[:20])
+        settle(kv)
         scaled.scale = 3.0
         _give(runner, row, text[20:25])  # no page becomes full meanwhile
         scaled.scale = 1.0

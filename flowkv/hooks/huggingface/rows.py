@@ -377,10 +377,14 @@ class Rows:
 
     def disable_publishing(self) -> None:
         """Publish no further pages: K and V depend on inputs that keys do not cover."""
-        self.blind = True
-        self._notes.clear()
-        for seq in self.seqs:
-            seq.publishable = False
+        try:
+            for seq in [] if self.blind or self.kv.inherited else self.seqs[:1]:
+                Planner.of(seq).publish_pending()  # earlier pages may wait for their device
+        finally:
+            self.blind = True
+            self._notes.clear()
+            for seq in self.seqs:
+                seq.publishable = False
 
     def agree(self) -> bool:
         """Return whether the recorded mask is the padding; stop publishing if not."""
