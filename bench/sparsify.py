@@ -31,6 +31,7 @@ from bench.real import english, load
 from flowkv.cli.arguments import AddVerb, names
 from flowkv.core.errors import ConfigError
 from flowkv.hooks.huggingface.press import Pressing, make_press
+from flowkv.hooks.huggingface.repetition import Repetition
 from flowkv.policy.sparsify import SPARSIFIERS, KeepLatest, SnapKV, Sparsifier
 from flowkv.report.screen import Screen
 
@@ -162,6 +163,8 @@ def thinned(cache: Any, rule: Sparsifier | Pressed | None) -> Any:
     twin = copy.deepcopy(cache)
     if rule is None:
         twin.rows.thinning = None
+    elif isinstance(rule, Sparsifier) and rule.repeats:
+        twin.rows.thinning = Pressing(Repetition(rule), twin.rows.base)
     elif isinstance(rule, Pressed):
         twin.rows.thinning = Pressing(rule.press, twin.rows.base)
     else:

@@ -33,7 +33,7 @@ USUAL = 64
 MEMORY = 1 << 16
 """Pages that left memory, after which all counts are halved."""
 
-USES = 1 << 20
+USES = 1 << 23
 """Uses of pages after which they are: what memory alone served permits no endless losses later."""
 
 _SLOT = np.dtype(
