@@ -5,7 +5,8 @@ keys. Two tasks, because one would call every rule free: *continuation* is what 
 text; *copy* asks for a passage of the first third by its first tokens, which come after the drop.
 All is against the same model with every token kept. Nats are of the scored tokens, given the true
 ones before. Where shares fall from the first layers to the last, or rise, the mean is the share.
-Presses of kvpress (`--presses`) run by their own hooks on a plain prefill of the context.
+Presses of kvpress (`--presses`) run by their own hooks on a plain prefill of the context, and so
+do rules that read it twice.
 """
 
 from __future__ import annotations

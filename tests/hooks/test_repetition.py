@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,6 +142,20 @@ def test_a_rule_of_a_users_own_gets_the_weights_and_shares_nothing(model: Any) -
 def test_what_it_refuses(model: Any, rule: Any, more: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         flowkv.attach(model, sparsify=rule, gpu="4MiB", page_size=16, **more)
+
+
+@pytest.mark.parametrize("length", [384, 385])
+def test_a_prompt_that_leaves_no_room_to_be_repeated_stays_whole(length: int) -> None:
+    model = models.causal("llama")
+    model.config.max_position_embeddings = 512
+    ids = torch.randint(5, 250, (1, length))
+    exact = generate(model, NEW, input_ids=ids)
+    with warnings.catch_warnings(record=True) as said, attached(model, sparsify="kvzip:0.5"):
+        warnings.simplefilter("always")
+        found = generate(model, NEW, input_ids=ids)
+    whole = [one for one in said if "of 512 positions too few are left" in str(one.message)]
+    assert len(whole) == (length == 385)
+    assert_same(found, exact if whole else oracle(model, [ids], "kvzip", 0.5))
 
 
 def test_a_repetition_that_fails_leaves_a_prompt_whole(

@@ -37,8 +37,13 @@ class Repetition(Press):
         """Read a prompt twice, and leave in its cache what the rule keeps; see `Press.run`."""
         names = door.names
         ids, cache = given[names.ids], given[names.cache]
-        model(**given)
         length, mass = ids.shape[1], dict[int, torch.Tensor]()
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if (
+            most and length + min(length, _PART) > most
+        ):  # a lookup beyond them breaks a GPU's stream
+            raise ValueError(f"of {most} positions too few are left for a second reading")
+        model(**given)
 
         def observe(
             index: int, keys: torch.Tensor, query: torch.Tensor, how: dict[str, Any]
