@@ -5,7 +5,8 @@ keys. Two tasks, because one would call every rule free: *continuation* is what 
 text; *copy* asks for a passage of the first third by its first tokens, which come after the drop.
 All is against the same model with every token kept. Nats are of the scored tokens, given the true
 ones before. Where shares fall from the first layers to the last, or rise, the mean is the share.
-Presses of kvpress (`--presses`) run by their own hooks on a plain prefill of the context.
+Presses of kvpress (`--presses`) run by their own hooks on a plain prefill of the context, and so
+do rules that read it twice.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from bench.real import english, load
 from flowkv.cli.arguments import AddVerb, names
 from flowkv.core.errors import ConfigError
 from flowkv.hooks.huggingface.press import Pressing, make_press
+from flowkv.hooks.huggingface.repetition import Repetition
 from flowkv.policy.sparsify import SPARSIFIERS, KeepLatest, SnapKV, Sparsifier
 from flowkv.report.screen import Screen
 
@@ -162,6 +164,8 @@ def thinned(cache: Any, rule: Sparsifier | Pressed | None) -> Any:
     twin = copy.deepcopy(cache)
     if rule is None:
         twin.rows.thinning = None
+    elif isinstance(rule, Sparsifier) and rule.repeats:
+        twin.rows.thinning = Pressing(Repetition(rule), twin.rows.base)
     elif isinstance(rule, Pressed):
         twin.rows.thinning = Pressing(rule.press, twin.rows.base)
     else:

@@ -43,8 +43,8 @@ NAMED = """
     flowkv.observe.prometheus.Exporter flowkv.observe.timeline.Serving
     flowkv.observe.timeline.Timelines flowkv.policy.by_score.ByScore
     flowkv.policy.order.leaf.LeafOrder flowkv.policy.prefetch.markov.Markov
-    flowkv.policy.sparsify.KeepLatest flowkv.policy.sparsify.KeyNorm flowkv.policy.sparsify.SnapKV
-    flowkv.policy.sparsify.Sparsifier
+    flowkv.policy.sparsify.KVzip flowkv.policy.sparsify.KeepLatest flowkv.policy.sparsify.KeyNorm
+    flowkv.policy.sparsify.SnapKV flowkv.policy.sparsify.Sparsifier
     flowkv.report.account.restore_section flowkv.report.page.write_report
     flowkv.sim.formats.Writer flowkv.sim.formats.read_sessions
     flowkv.tiers.remote.objects.ObjectTier

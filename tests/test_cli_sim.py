@@ -235,6 +235,14 @@ def test_files_of_one_name_are_told_apart(
         (["chat", "--html", "r.html", "--policy", "lru," * 13], "12 policies at most"),
         (["chat:requests=9", "--hardware", "abacus"], "Use one of h100"),
         (["chat:requests=9", "--tiers", "attic:5%"], "Its places are"),
+        # Before the trace is read, and before other rules and tiers are replayed.
+        (["none.jsonl", "--tiers", "disk:9%", "--admit", "all,foo"], "admission 'foo'. Use one of"),
+        (["none.jsonl", "--admit", "all,auto"], "'auto' without a place that lasts. Add one"),
+        (
+            ["none.jsonl", "--tiers", "disk:9%", "--tiers", "dram:9%", "--admit", "auto"],
+            "'auto' without a place that lasts. Add one",
+        ),
+        (["none.jsonl", "--tiers", "disk:9%", "--tiers", "disk"], "'disk' is no tier. Write"),
     ],
 )
 def test_replay_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

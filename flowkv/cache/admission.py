@@ -99,7 +99,7 @@ class Admission:
         return self._tiers[number].kind != "host" or self._tiers[number].shared
 
     def worth_storing(self, blocks: Sequence[Block], number: int) -> list[Block]:
-        """Return the pages that can ever be worth loading from a tier; count the others."""
+        """Return the pages that can ever be worth loading from a tier; count each other once."""
         terms = self._tiers[number].name, self._prompt_bytes, self._context.page_size
         groups, gate, poor = 0 if self._sends() else self._groups, self._context.gate, set[Block]()
         for block in [b for b in blocks if b.kind == "page" and b.group < groups]:
@@ -108,7 +108,10 @@ class Admission:
                 poor.add(block)
             elif not reach.cache_info().misses:  # it pays in any prompt: so do all others
                 break
-        self._mover.lanes[number].unpaid += len(poor)
+        new = [block for block in poor if not block.unpaid >> number & 1]
+        self._mover.lanes[number].unpaid += len(new)
+        for block in new:
+            block.unpaid |= 1 << number
         return [block for block in blocks if block not in poor]
 
     @property

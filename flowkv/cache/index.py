@@ -168,6 +168,7 @@ class Block:
         idle: Granules of its device page while that may be evicted; else 0.
         kept: Number of reasons, beside holds, that protect it from eviction everywhere.
         going: Bit i is set while a store of it to tier i of the stack is under way.
+        unpaid: Bit i is set once tier i was spared it, as loading it could never pay.
         pinned: Whether `KV.pin` protects it.
         ahead: Whether its page was evicted from the device, and stays until its room is needed.
         gone: Whether the index has forgotten it; only open sequences may still use its page.
@@ -198,6 +199,7 @@ class Block:
     idle: int = 0
     kept: int = 0
     going: int = 0
+    unpaid: int = 0
     pinned: bool = False
     ahead: bool = False
     gone: bool = False

@@ -107,12 +107,18 @@ def _option(text: str) -> tuple[str, object]:
 
 
 def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
+    from flowkv.sim.replay import admission_of, tier_from
+
     stacks = [[] if tiers == ["none"] else tiers for tiers in given.tiers] or [[]]
     policies = given.policy or [name for name in POLICIES if name != "opt" or not any(stacks)]
     makers = dict[str, Any]()
     for text in dict.fromkeys(policies):  # refuses wrong names before the first replay
         name, maker = _policy(text)
         makers[text if name in makers else name] = maker
+    for tiers in stacks:
+        below = [tier_from(text) for text in tiers]
+        for rule in given.admit:
+            admission_of(rule, below)
     if given.jobs > 1 and not all(isinstance(maker, str) for maker in makers.values()):
         raise ConfigError("a policy of a file runs in this process only", "Leave out --jobs")
     if given.html is not None:

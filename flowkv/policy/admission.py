@@ -33,6 +33,9 @@ USUAL = 64
 MEMORY = 1 << 16
 """Pages that left memory, after which all counts are halved."""
 
+USES = 1 << 23
+"""Uses of pages after which they are: what memory alone served permits no endless losses later."""
+
 _SLOT = np.dtype(
     [("uses", "u1"), ("turn", "u1"), ("left", "u1"), ("chosen", "?"), ("parent", "i4")]
 )
@@ -68,6 +71,7 @@ class WriteAdmission:
         back = known[left[known] > 0]
         self._back += np.bincount(left[back] - 1, minlength=TURNS)
         left[back] = 0
+        self._age()
 
     def insert(self, slots: Slots, parents: Slots) -> None:
         """Add pages that became known, root to leaf, with their first use; others are skipped.
@@ -124,16 +128,19 @@ class WriteAdmission:
             self._slots["left"][first] = self._slots["turn"][first] + 1
             self._left[self._slots["turn"][first]] += 1
             self.choose(slots[n : n + admitted[n]])
-            if self._left.sum() > MEMORY:
-                self._left //= 2
-                self._back //= 2
-                self._uses //= 2
+            self._age()
         return admitted
 
     def declined(self, slot: int) -> bool:
         """Return whether a page left memory unwritten, and was not used since."""
         known = 0 <= slot < len(self._slots)
         return known and bool(self._slots["left"][slot]) and not self._slots["chosen"][slot]
+
+    def _age(self) -> None:
+        if self._uses > USES or self._left.sum() > MEMORY:
+            self._left //= 2
+            self._back //= 2
+            self._uses //= 2
 
     def _known(self, slots: Slots) -> Slots:
         inside = slots[slots < len(self._slots)]

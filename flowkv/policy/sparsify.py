@@ -27,7 +27,9 @@ from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.policy.base import made
 from flowkv.policy.pages import highest
 
-__all__ = ["SPARSIFIERS", "KeepLatest", "KeyNorm", "SnapKV", "Sparsifier", "make_sparsifier"]
+__all__ = [
+    "SPARSIFIERS", "KVzip", "KeepLatest", "KeyNorm", "SnapKV", "Sparsifier", "make_sparsifier"
+]  # fmt: skip
 
 Floats = NDArray[np.floating]
 
@@ -45,6 +47,7 @@ class Sparsifier(ABC):
     Attributes:
         name: Name in the catalogue.
         queries: Last tokens of the prompt for which `score` gets the attention mass; 0 for none.
+        repeats: Whether it gets the mass of a repetition of the prompt instead.
 
     Raises:
         ConfigError: A share is no such part, or a count is negative.
@@ -52,6 +55,7 @@ class Sparsifier(ABC):
 
     name: str = ""
     queries: int = 0
+    repeats: bool = False
 
     def __init__(self, share: ArrayLike, *, sink_tokens: int = 4, recent_tokens: int = 32) -> None:
         parts = np.asarray(share, np.float64)
@@ -78,6 +82,8 @@ class Sparsifier(ABC):
             values: `[Hk, S, Dv]`, likewise.
             mass: `[Hk, S]`, if `queries` is not 0: the attention weight that a token was given by
                 the last `queries` tokens of the prompt, mean over them and over the query heads.
+                If `repeats`: the largest that it was given while the model read the prompt a
+                second time, behind itself, mean over the query heads.
 
         Returns:
             `[Hk, S]`, finite; the largest stay, among equals the latest.
@@ -175,8 +181,21 @@ class SnapKV(Sparsifier):
         return highest_near
 
 
+class KVzip(Sparsifier):
+    """Tokens with most attention while the prompt is repeated (Kim et al., arXiv 2505.23416)."""
+
+    name = "kvzip"
+    repeats = True
+
+    def score(self, layer: int, keys: Floats, values: Floats, mass: Floats | None) -> Floats:
+        """Score a token by the largest attention weight that its repetition gave it."""
+        if mass is None:
+            raise GeometryError("kvzip needs attention mass", "Pass mass=, [heads, tokens]")
+        return mass
+
+
 SPARSIFIERS: Mapping[str, type[Sparsifier]] = MappingProxyType(
-    {rule.name: rule for rule in (KeyNorm, KeepLatest, SnapKV)}
+    {rule.name: rule for rule in (KVzip, KeyNorm, KeepLatest, SnapKV)}
 )
 
 

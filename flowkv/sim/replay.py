@@ -606,6 +606,20 @@ def tier_from(text: str) -> ReplayTier:
     )
 
 
+def admission_of(rule: str, tiers: Iterable[ReplayTier]) -> WriteAdmission | None:
+    """Return what chooses the blocks for tiers that last, by a rule; None for "all".
+
+    Raises:
+        ConfigError: There is no such rule, or no such tier.
+    """
+    refuse_unknown("no rule of write admission", rule, ("all", *RULES))
+    if rule == "all":
+        return None
+    if not any(tier.place in LASTING for tier in tiers):
+        raise ConfigError(f"admit={rule!r} without a place that lasts", 'Add one, as "disk:100%"')
+    return WriteAdmission(rule)
+
+
 class PlaceStack:
     """Stack of several places, fastest first, that a trace is replayed through.
 
@@ -923,11 +937,8 @@ def _tiered(trace: Trace, policy: Maker, capacity: int, settings: ReplaySettings
     pages = [tier.capacity(trace.unique) for tier in tiers]
     policies = [make(trace, tier.policy or policy, settings) for tier in tiers]
     rule = settings.get("admit", "all")
-    refuse_unknown("no rule of write admission", rule, ("all", *RULES))
-    admission = None if rule == "all" else WriteAdmission(rule)
+    admission = admission_of(rule, tiers)
     lasts = [tier.place in LASTING for tier in tiers]
-    if admission is not None and not any(lasts):
-        raise ConfigError(f"admit={rule!r} without a place that lasts", 'Add one, as "disk:100%"')
     stack = PlaceStack(trace, policies, pages, lasts, admission)
     start = perf_counter()
     course = stack.replay(settings.get("progress"))

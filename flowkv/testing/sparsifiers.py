@@ -92,7 +92,8 @@ def _judge(make: Callable[[Any], Sparsifier], prompt: MadeUpPrompt, shares: list
     heads, tokens, arrays, before = *prompt[1:3], prompt.arrays(), prompt.arrays()
 
     def kept(rule: Sparsifier, layer: int = prompt.layer, by: list[Array] = arrays) -> Array:
-        return rule.keep(layer, by[0], by[1], by[2] if rule.queries else None)
+        mass = by[2] if rule.queries or rule.repeats else None
+        return rule.keep(layer, by[0], by[1], mass)
 
     first, count = kept(few), few.count(tokens, prompt.layer)
     require(first.shape == (heads, count), "it keeps another number than its share", first.shape)

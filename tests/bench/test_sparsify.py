@@ -33,6 +33,6 @@ def test_losing_more_costs_more_and_keeping_all_costs_nothing() -> None:
         share, name = sparsify.named(rule)
         assert abs(speed[share, name][1] - share) < 0.1
     table = list(sparsify.rows(read, speed))
-    assert len(table) == 1 + 3 * 4 + len(sloped)
+    assert len(table) == 1 + 3 * 5 + len(sloped)
     assert table[0]["rule"] == "whole"
     assert table[0]["copy: same token"] == "1.000"

@@ -106,6 +106,20 @@ def test_a_sender_writes_down_everything(tmp_path: Path) -> None:
         assert kv.stats()["tiers"][name]["blocks"] >= 4
 
 
+def test_a_page_that_can_never_pay_is_counted_once() -> None:
+    for more in ({"admit": "second-touch"}, {"admit": "all"}):
+        tier = lasting()
+        with slow_to_begin(make_kv(simple(), tiers=[tier], pages=16, **more), 1000) as kv:
+            published(kv, TEXT[:32])
+            published(kv, TEXT[:32])  # the second use
+            for _ in range(3):
+                kv.flush()
+            assert unpaid(kv) == 4
+            published(kv, range(1000, 1120))  # some of the others leave memory
+            kv.flush()
+            assert not tier.frames and unpaid(kv) == 4 + 15 * (more["admit"] == "all")
+
+
 def test_where_nothing_was_measured_everything_is_written_down() -> None:
     tier = lasting()
     with make_kv(simple(), tiers=[tier]) as kv:

@@ -34,6 +34,12 @@ class Account:
                 self.total += 1
                 if slot in self.left:
                     self.back[self.left.pop(slot)] += 1
+        self.age()
+
+    def age(self) -> None:
+        if self.total > write_admission.USES or sum(self.went) > write_admission.MEMORY:
+            self.total //= 2
+            self.went, self.back = ([n // 2 for n in book] for book in (self.went, self.back))
 
     def insert(self, slots: list[int], parents: list[int]) -> None:
         self.above.update((s, p) for s, p in zip(slots, parents, strict=True) if s in self.uses)
@@ -77,6 +83,7 @@ class Account:
                 self.left[slot] = self.turn[slot]
                 self.went[self.turn[slot]] += 1
             self.choose([slot] if answers[-1] else [])
+            self.age()
         return answers
 
     def choose(self, slots: list[int]) -> None:
@@ -100,10 +107,12 @@ events = st.lists(
 
 @pytest.mark.parametrize("rule", WRITE_RULES)
 @settings(max_examples=150)
-@given(events=events)
-def test_decisions_are_those_of_the_plain_account(rule, events):
+@given(events=events, uses=st.sampled_from([9, 999]), memory=st.sampled_from([4, 999]))
+def test_decisions_are_those_of_the_plain_account(rule, events, uses, memory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_admission, "USUAL", 2)
+        patch.setattr(write_admission, "USES", uses)
+        patch.setattr(write_admission, "MEMORY", memory)
         mine, plain = WriteAdmission(rule, LOSS), Account(rule)
         for name, some in events:
             if name == "insert":
@@ -175,6 +184,21 @@ def test_auto_bounds_the_returns_that_it_gives_up():
             request += 1
     assert 0 < ledger.declined < 120 * 9 * 13
     assert rule._back[rule._poor()].sum() <= 0.01 * rule._uses
+
+
+def test_uses_that_memory_served_long_ago_permit_no_losses_now(monkeypatch):
+    """Pages that return are written again, however long memory alone served before."""
+    monkeypatch.setattr(write_admission, "USES", 1000)
+    rule, asked = WriteAdmission("auto", loss=0.01), 0
+    rule.insert(as_slots([0]), as_slots([-1]))
+    for _ in range(50_000):
+        rule.access(as_slots([0]))
+    for page in range(1, 200):  # each leaves memory, and comes back
+        one = as_slots([page])
+        rule.insert(one, as_slots([-1]))
+        asked += int(rule.depart(one)[0])
+        rule.access(one)
+    assert asked > 150
 
 
 def test_an_unknown_rule_is_refused():

@@ -34,7 +34,7 @@ from flowkv.hooks.huggingface.cache import BY_COLUMN
 from flowkv.hooks.huggingface.calibrate import calibrating
 from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, name_pages, warn_inherited
 from flowkv.hooks.huggingface.inputs import Names
-from flowkv.hooks.huggingface.press import Press, make_press
+from flowkv.hooks.huggingface.press import Press
 from flowkv.hooks.huggingface.probe import (
     encoder_inputs,
     native_cache,
@@ -46,13 +46,14 @@ from flowkv.hooks.huggingface.probe import (
     settle,
 )
 from flowkv.hooks.huggingface.remember import remember
+from flowkv.hooks.huggingface.repetition import made_pruner
 from flowkv.hooks.huggingface.restore import NOTHING
 from flowkv.hooks.huggingface.thin import check_thinnable
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
 from flowkv.naming.identity import Identity
 from flowkv.observe.events import Bus, RowsRead, WeightsRead
 from flowkv.policy.blend import BlendRule, make_blend_rule
-from flowkv.policy.sparsify import Sparsifier, make_sparsifier
+from flowkv.policy.sparsify import Sparsifier
 from flowkv.tensors.embedding import AttachedEmbedding
 from flowkv.tensors.weights import StreamedWeights
 
@@ -119,7 +120,7 @@ def attach(
         >>> answer = model.generate(**inputs)
     """
     compiled, model = hasattr(model, "_orig_mod"), base_model(model)
-    sparsifier = None if sparsify is None else make_press(sparsify) or make_sparsifier(sparsify)
+    sparsifier = None if sparsify is None else made_pruner(sparsify)
     if sparsifier is not None:
         experimental("attach(sparsify=)", "it is new, and approximate by nature")
     if reads not in get_args(Reads):

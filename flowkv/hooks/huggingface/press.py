@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import json
 import random
+from abc import ABC
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -54,6 +55,8 @@ _REMEDY = (
     "Pass a press that keeps equally many tokens in all layers and heads, such as "
     'ExpectedAttentionPress, KeyDiffPress or SnapKVPress, or a rule of FlowKV, such as "snapkv:0.5"'
 )
+_NAMED = "kvpress.", "flowkv.policy."
+"""Beginnings of the names of classes whose code a name covers."""
 Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Keys and values `[n, Hk, D]` that are left, by layer."""
 
@@ -130,10 +133,9 @@ class Press:
             given["logits_to_keep"] = 1
         try:
             model, press = _twin(door.model), copy.deepcopy(self.given)
-            with quiet(model), with_positions(model):
-                with press(model):
-                    model(**given)
-                words = words_of(press) if _drawn() == before else b""
+            with quiet(model):
+                self.run(door, model, press, given)
+                words = self.words_of(press) if _drawn() == before else b""
             masked = any(getattr(m, _MASKS, None) is not None for m in model.modules())
             layers = {layer: cache.layers[layer] for layer in door.plan.placed}
             found = {i: (one.keys[0], one.values[0]) for i, one in layers.items()}
@@ -153,6 +155,23 @@ class Press:
         if problem:
             raise PressError(problem, _REMEDY)
         return {i: (k.transpose(0, 1), v.transpose(0, 1)) for i, (k, v) in found.items()}, words
+
+    def run(self, door: Any, model: Any, press: Any, given: dict[str, Any]) -> None:
+        """Run a prefill of a copy of the model under a copy of the press.
+
+        Args:
+            door: The door of the model itself.
+            model: The copy, with the same tensors.
+            press: The copy of the press.
+            given: Arguments of the forward: the prompt, `[1, S]`, an empty native cache, which is
+                pruned afterwards, and others.
+        """
+        with with_positions(model), press(model):
+            model(**given)
+
+    def words_of(self, press: Any) -> bytes:
+        """Return the words that name a press; b"" if none do."""
+        return words_of(press)
 
     def salt(self, tokens: Any) -> Salt:
         """Return the salt that names the pruned pages of a prompt."""
@@ -243,7 +262,7 @@ class Pressing(Thinning):
         if len(ids) != length:
             raise PressError(f"{len(ids)} of {length} tokens of the prompt are known", _REMEDY)
         name, lease = [self.policy.salt(ids)], cache.care.get("lease", "")
-        most = length if self.policy.words and words_of(self.policy.given) else 0
+        most = length if self.policy.words and self.policy.words_of(self.policy.given) else 0
         found = kv.open(ids, tenant=seq.owner, salts=name, limit=most, state=True, lease=lease)
         with closed_on_error([found]):
             # What is left was counted as a part of the prompt.
@@ -370,8 +389,8 @@ def _words(value: Any) -> Any:
         return [type(value).__name__, *map(_words, value)]
     if type(value) is dict:
         return ["dict", *sorted(([_words(k), _words(v)] for k, v in value.items()), key=json.dumps)]
-    kinds = type(value).__mro__[:-1]
+    kinds = [kind for kind in type(value).__mro__[:-1] if kind is not ABC]
     made = [[f"{kind.__module__}.{kind.__qualname__}", code_of(kind)] for kind in kinds]
-    if not all(name.startswith("kvpress.") and code for name, code in made):
+    if not all(name.startswith(_NAMED) and code for name, code in made):
         raise TypeError(type(value).__name__)
     return [made, _words(vars(value))]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from flowkv.cache.kv import warn
 from flowkv.core.errors import CapacityError, ConfigError, FlowKVError, GeometryError
@@ -106,23 +106,35 @@ class Thinning:
     def _mass(self, index: int, k: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Return the mean attention of the latest queries over them and heads, f32 `[B, Hk, S]`."""
         q, how = self._seen[index]
-        batch, _, new, dim = q.shape
-        scale, cap, sinks = how["scaling"], how["softcap"], how["s_aux"]
-        grouped = q.float().reshape(batch, k.shape[1], -1, new, dim)
-        logits = torch.einsum("bhgtd,bhsd->bhgts", grouped, k.float())
-        logits *= dim**-0.5 if scale is None else scale
-        if cap is not None:
-            logits = cap * torch.tanh(logits / cap)
-        columns = torch.arange(rows.base, device=k.device)
-        first = torch.as_tensor(rows.pads, device=k.device)[:, None, None]
-        last = torch.arange(rows.base - new, rows.base, device=k.device)[None, :, None]
-        seen = (columns >= first) & (columns <= last)  # [B, T, S]
-        logits.masked_fill_(~seen[:, None, None], float("-inf"))
-        if sinks is not None:  # sinks take a share of each query's weight
-            parked = sinks.float().reshape(1, k.shape[1], -1, 1, 1).expand(*logits.shape[:4], 1)
-            logits = torch.cat([logits, parked], -1)
-        weights = torch.nan_to_num(logits.softmax(-1))[..., : rows.base]  # 0 for padding
-        return weights.mean((2, 3))
+        return attention(q, k, how, rows.pads).mean((2, 3))
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, how: dict[str, Any], pads: ArrayLike
+) -> torch.Tensor:
+    """Return the weights that the latest queries give to keys, f32 `[B, Hk, Hq / Hk, T, S]`.
+
+    Args:
+        q: `[B, Hq, T, D]`, of the last T of the keys' columns.
+        k: `[B, Hk, S, D]`.
+        how: The scaling, softcap and sinks ("s_aux") of the attention, as far as it has them.
+        pads: Padding columns of each row, which get no weight.
+    """
+    batch, _, new, dim = q.shape
+    scale, cap, sinks = how.get("scaling"), how.get("softcap"), how.get("s_aux")
+    grouped = q.float().reshape(batch, k.shape[1], -1, new, dim)
+    logits = torch.einsum("bhgtd,bhsd->bhgts", grouped, k.float())
+    logits *= dim**-0.5 if scale is None else scale
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    columns = torch.arange(k.shape[2], device=k.device)
+    first = torch.as_tensor(pads, device=k.device)[:, None, None]
+    seen = (columns >= first) & (columns <= columns[-new:, None])  # [B, T, S]
+    logits.masked_fill_(~seen[:, None, None], float("-inf"))
+    if sinks is not None:  # sinks take a share of each query's weight
+        parked = sinks.float().reshape(1, k.shape[1], -1, 1, 1).expand(*logits.shape[:4], 1)
+        logits = torch.cat([logits, parked], -1)
+    return torch.nan_to_num(logits.softmax(-1))[..., : k.shape[2]]  # 0 for padding
 
 
 def check_thinnable(door: Any, policy: Any, reads: str) -> None:

@@ -1,0 +1,169 @@
+"""Prompts pruned by a second reading: the answer of an oracle, shared under a name of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flowkv
+from flowkv.policy.sparsify import KVzip
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.hooks.test_press import NEW, QUESTIONS, ask, presses
+from tests.hooks.test_sparsify import distinct, kept_of, masked, oracle, padded
+from tests.inside import ConfigError, Repetition
+
+
+@pytest.fixture
+def model() -> Any:
+    return models.causal("llama")
+
+
+def answered(model: Any, ids: torch.Tensor, question: torch.Tensor, share: float) -> Any:
+    """What `generate` answers to a question behind a context, by masks that hide what is lost."""
+    with masked(model, ids.shape[1], [kept_of(model, ids, "kvzip", share)]):
+        return generate(model, NEW, input_ids=torch.cat([ids, question], 1))
+
+
+@settings(max_examples=8)
+@given(
+    st.lists(st.integers(40, 150), min_size=1, max_size=3),
+    st.sampled_from([0.2, 0.5, 0.75]),
+    st.integers(0, 99),
+)
+def test_rows_lose_what_their_own_repetition_does_not_look_at(
+    lengths: Sequence[int], share: float, seed: int
+) -> None:
+    model = models.causal("llama")
+    prompts = [distinct(length, seed + n) for n, length in enumerate(lengths)]
+    ids, mask = padded(prompts)
+    wanted = oracle(model, prompts, "kvzip", share)
+    with attached(model, sparsify=f"kvzip:{share}"):
+        assert_same(generate(model, NEW, input_ids=ids, attention_mask=mask), wanted)
+
+
+def test_options_of_the_rule_count(model: Any) -> None:
+    ids, rule = distinct(100), KVzip(0.3, sink_tokens=0, recent_tokens=0)
+    cut = KVzip(0.3)
+    found = []
+    for one in (rule, cut):
+        with attached(model, sparsify=one):
+            found.append(generate(model, NEW, input_ids=ids))
+    assert_same(found[1], oracle(model, [ids], "kvzip", 0.3))
+    assert (found[0].logits[1] - found[1].logits[1]).abs().max() > 1e-3
+    ones = [Repetition(one) for one in (rule, cut, KVzip(0.4))]
+    assert len({one.words_of(one.given) for one in ones} - {b""}) == 3
+
+
+def test_a_context_is_read_twice_once_for_all_questions(
+    model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, place = distinct(140), f"{tmp_path}/kv:64MiB"
+    wanted = [answered(model, ids, question, 0.5) for question in QUESTIONS]
+    more = answered(model, ids, QUESTIONS[0], 0.6)
+    exact = generate(model, NEW, input_ids=ids)
+    with attached(model, sparsify="kvzip:0.5", disk=place) as kv:
+        runs = presses(kv, monkeypatch)
+        for question, one in zip(QUESTIONS, wanted, strict=True):
+            assert_same(ask(model, kv, ids, question), one)
+        assert runs == [140]
+        assert reused(kv) == 140
+        kv.flush()
+    with attached(model, sparsify="kvzip:0.6", disk=place) as kv:
+        assert_same(ask(model, kv, ids, QUESTIONS[0]), more)
+        assert runs == [140, 256, 140], "of another share nothing is read, but for the trial"
+    with attached(model, disk=place) as kv:
+        assert_same(generate(model, NEW, input_ids=ids), exact)
+        assert reused(kv) == 0
+
+
+TWO = """
+import sys
+from tests.hooks import models
+from tests.hooks.compare import assert_same, attached, reused
+from tests.hooks.test_press import QUESTIONS, ask
+from tests.hooks.test_repetition import answered, distinct
+
+model, ids = models.causal("llama"), distinct(140)
+wanted = [answered(model, ids, question, 0.5) for question in QUESTIONS]
+with attached(model, sparsify="kvzip:0.5", disk=sys.argv[1]) as kv:
+    for question, one in zip(QUESTIONS, wanted, strict=True):
+        assert_same(ask(model, kv, ids, question), one)
+    assert reused(kv) == int(sys.argv[2]), reused(kv)
+    kv.flush()
+"""
+
+
+def test_another_process_reads_what_is_left(tmp_path: Any) -> None:
+    for tokens in (140, 280):
+        given = [sys.executable, "-c", TWO, f"{tmp_path}/kv:64MiB", str(tokens)]
+        subprocess.run(given, check=True)
+
+
+class Mine(KVzip):
+    """A rule of a user's own."""
+
+    def score(self, layer: int, keys: Any, values: Any, mass: Any) -> Any:
+        return -super().score(layer, keys, values, mass)
+
+
+def test_a_rule_of_a_users_own_gets_the_weights_and_shares_nothing(model: Any) -> None:
+    ids = distinct(140)
+    with pytest.warns(UserWarning, match="shares nothing that kvzip leaves"):
+        kv = flowkv.attach(model, sparsify=Mine(0.5), gpu="64MiB", page_size=16)
+    first = ask(model, kv, ids, QUESTIONS[0])
+    assert_same(ask(model, kv, ids, QUESTIONS[0]), first)
+    assert reused(kv) == 0
+    kv.close()
+    with attached(model, sparsify="kvzip:0.5"):
+        other = generate(model, NEW, input_ids=torch.cat([ids, QUESTIONS[0]], 1))
+    assert (other.logits[1] - first.logits[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "words"),
+    [
+        (KVzip([0.5, 0.5, 0.2, 0.5]), {}, "keeps 52 to 128 tokens, by layer"),
+        ("kvzip:1", {}, "drops no token"),
+        ("kvzip:0", {}, "a share of 0.0"),
+        ("kvzip", {}, "no numeric share"),
+        ("kvzip:0.5", {"audit": 0.1}, "audit="),
+        ("kvzip:0.5", {"reads": "dense"}, "gathers K and V"),
+    ],
+)
+def test_what_it_refuses(model: Any, rule: Any, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        flowkv.attach(model, sparsify=rule, gpu="4MiB", page_size=16, **more)
+
+
+@pytest.mark.parametrize("length", [384, 385])
+def test_a_prompt_that_leaves_no_room_to_be_repeated_stays_whole(length: int) -> None:
+    model = models.causal("llama")
+    model.config.max_position_embeddings = 512
+    ids = torch.randint(5, 250, (1, length))
+    exact = generate(model, NEW, input_ids=ids)
+    with warnings.catch_warnings(record=True) as said, attached(model, sparsify="kvzip:0.5"):
+        warnings.simplefilter("always")
+        found = generate(model, NEW, input_ids=ids)
+    whole = [one for one in said if "of 512 positions too few are left" in str(one.message)]
+    assert len(whole) == (length == 385)
+    assert_same(found, exact if whole else oracle(model, [ids], "kvzip", 0.5))
+
+
+def test_a_repetition_that_fails_leaves_a_prompt_whole(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = distinct(140)
+    exact = generate(model, NEW, input_ids=ids)
+    with attached(model, sparsify="kvzip:0.5"):
+        monkeypatch.setattr(KVzip, "score", lambda self, layer, keys, values, mass: mass[:, 1:])
+        with pytest.warns(UserWarning, match="keeps all tokens of 1 prompts: kvzip failed"):
+            assert_same(generate(model, NEW, input_ids=ids), exact)
