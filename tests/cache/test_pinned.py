@@ -26,7 +26,7 @@ from flowkv.tiers.disk import DiskTier
 from tests.cache.audit import audit
 from tests.cache.fakes import Halves, Silent, lasting
 from tests.cache.test_codecs import wide
-from tests.cache.toy import check_content, geometry, make_kv, published
+from tests.cache.toy import check_content, geometry, make_kv, prefill, published
 from tests.inside import (
     Copies,
     CudaStreams,
@@ -1353,6 +1353,26 @@ def test_an_upload_that_fails_is_made_up_for_before_its_pages_are_read() -> None
     assert not any(lane.busy for lane in mover.lanes)
     with kv.open([*text, 99]) as seq:
         check_content(kv, seq, text[: seq.length])
+    kv.close()
+
+
+def test_a_step_before_which_an_upload_fails_can_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also while the error is held, and with it the step that did not begin."""
+
+    def fails() -> None:
+        raise MemoryError
+
+    kv = make_kv(pages=20)
+    (copies,) = behind_a_bus(kv)
+    with kv.open([*range(5)]) as seq:
+        with monkeypatch.context() as patch, pytest.raises(MemoryError) as error:
+            patch.setattr(copies, "launch", fails)
+            kv.step([seq], [[*range(5)]])
+        prefill(kv, seq)
+        check_content(kv, seq, [*range(5)])
+        assert error.value.__traceback__
     kv.close()
 
 
