@@ -55,9 +55,7 @@ class Mark:
 class Streams:
     """Copies of the CPU's memory, made when they are asked for."""
 
-    def use(self) -> None: ...
-
-    def after_users(self) -> None: ...
+    def use(self, *, behind: bool = False) -> None: ...
 
     def used(self) -> list[Mark]:
         return []

@@ -31,7 +31,7 @@ WINDOWS = 6  # of them under way
 class Immediate:
     """The copies of a dry run: made at once, by the processor."""
 
-    def use(self) -> None:
+    def use(self, *, behind: bool = False) -> None:
         return
 
     follow = lead = use

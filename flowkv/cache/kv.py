@@ -721,7 +721,7 @@ class KV:
                 self._close(seq)
                 raise
             count_tokens(self, len(ids), seq.reused)
-            if self.bases is not None and reuse and not (salts or tenant or self.private):
+            if self.bases is not None and reuse and not (salts or seq.owner or self.private):
                 self.bases.keep_prompt(ids)
             return seq
 
@@ -1069,6 +1069,8 @@ class KV:
         """Remove forgotten pages from the histories of requests and from the queue."""
         self.visits.purge()
         self.queue.purge(self._bound().store.index.slot)
+        if self.bases is not None:
+            self.bases.forget()
 
     def _forget_realm(self, realm: erasure.Realm) -> int:
         for seq in self._open.values():

@@ -661,13 +661,10 @@ class Lane:
             request.end(answer)
             return
         # Copied before the request's memory is reused.
-        given = [self._given(request, answer, one) for one in followers]
-        request.end(answer)
-        for one, its in zip(followers, given, strict=True):
-            if its.outcome is not Outcome.FAILED:
-                one.end(its)
-            else:
-                self._ask_again([one])
+        given = [(self._given(request, answer, one), one) for one in followers]
+        served = [(one.end, its) for its, one in given if its.outcome is not Outcome.FAILED]
+        others = [one for its, one in given if its.outcome is Outcome.FAILED]
+        _call_all([(request.end, answer), *served, (self._ask_again, others)])
 
     @staticmethod
     def _given(request: TransferRequest, answer: TierAnswer, one: TransferRequest) -> TierAnswer:

@@ -82,20 +82,21 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._up, self._down, self._aside = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
-        self._users = list[torch.cuda.Stream]()
+        self._users, self._encodes = list[torch.cuda.Stream](), False
 
-    def use(self) -> None:
-        """Record that the caller's stream reads and writes pages, after other streams' work."""
+    def use(self, *, behind: bool = False) -> None:
+        """Record that the caller's stream uses pages from now on, after other streams' work so far.
+
+        Args:
+            behind: Whether a stream that used pages before also waits for that work.
+        """
         stream = torch.cuda.current_stream(self.device)
-        if stream not in (*self._users, self._aside):  # pages that are encoded stay lent
-            for other in self._users:
+        new = stream not in self._users and not self._encodes  # pages that are encoded stay lent
+        for other in self._users if new or behind else ():
+            if other != stream:
                 stream.wait_stream(other)
+        if new:
             self._users.append(stream)
-
-    def after_users(self) -> None:
-        """Make later work on the caller's stream begin after all work on pages so far."""
-        for other in self._users:
-            torch.cuda.current_stream(self.device).wait_stream(other)
 
     def used(self) -> list[CudaMark]:
         """Return a mark after the work of each stream that uses pages; none if it is only one."""
@@ -119,12 +120,15 @@ class CudaStreams:
         for stream in self._users:
             self._aside.wait_stream(stream)
         pages.record_stream(self._aside)
+        self._encodes = True
         try:
             with torch.cuda.stream(self._aside):
                 yield
         except BaseException:
             self._aside.synchronize()
             raise
+        finally:
+            self._encodes = False
 
     def lead(self) -> None:
         """Make later work on the caller's stream begin after the copies to the device so far."""

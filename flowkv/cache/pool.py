@@ -433,10 +433,12 @@ class PagePool:
                 self._partial[granules] = dict.fromkeys((*draining, *rest))
 
     def copy(self, source: Sequence[int], target: Sequence[int], granules: int) -> None:
-        """Copy pages onto other pages of the same size."""
-        if self.copies is not None:  # open pages may still be computed on another thread's stream
-            self.copies.streams.after_users()
+        """Copy pages onto others of their size, in the order of all streams' work on them."""
+        if self.copies is not None:
+            self.copies.streams.use(behind=True)
         kernels.copy_pages(self.arena, self.granules(source), self.granules(target), granules)
+        if self.copies is not None:
+            self.copies.free()
 
     def _occupy(self, granule: int) -> None:
         number = granule // self.slab_granules
@@ -476,6 +478,8 @@ class PagePool:
             targets: Pages that are written; released if the block raises.
         """
         try:
+            if self.copies is not None:  # queued copies to pages begin behind the caller's work
+                self.copies.join()
             with self.copies.streams.encoding(self.arena) if self.copies else nullcontext():
                 yield
         except BaseException:

@@ -16,6 +16,7 @@ import os
 import queue
 import threading
 import time
+from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,28 +115,39 @@ class PageBases:
         self._counts: Counter[str] = Counter()
         self.recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
         self.decoded = dict[bytes, bytes]()
-        self._seen = list[tuple[NDArray[Any], int]]()  # prompts, each with its known tokens
+        self._seen = list[NDArray[Any]]()  # what prompts brought
+        self._begun, self._room = list[bytes](), MOST_SEEN  # these prompts whole, sorted
         self._asked = False
 
     def keep_prompt(self, ids: NDArray[Any]) -> None:
         """Keep the tokens of a prompt that begin none before, to learn bases from them."""
         with self._lock:
-            room = 0 if self.current else MOST_SEEN - sum(len(one) - n for one, n in self._seen)
-            known = max((_shared(ids, one) for one, _ in self._seen), default=0)
-            if (count := min(len(ids) - known, room)) > 0:
-                self._seen.append((ids[: known + count].copy(), known))
+            if self.current or self._room <= 0:
+                return
+            whole = ids.astype(">u4").tobytes()
+            at = bisect(self._begun, whole)  # one beside it shares most with it
+            near = self._begun[max(at - 1, 0) : at + 1]
+            known = max((_shared(whole, one) for one in near), default=0)
+            new = ids[known : known + self._room].copy()
+            if len(new):
+                self._begun.insert(at, whole[: 4 * (known + len(new))])
+                self._seen.append(new)
+                self._room -= len(new)
 
     def take_turn(self) -> bool:
         """Return True once, when enough tokens were kept to learn from."""
         with self._lock:
-            enough = sum(len(one) - n for one, n in self._seen) >= ENOUGH_SEEN
+            enough = MOST_SEEN - self._room >= ENOUGH_SEEN
             due, self._asked = enough and not self._asked, enough or self._asked
         return due
 
     def kept_tokens(self) -> NDArray[Any]:
         """Return the tokens of prompts that were kept, behind each other."""
         with self._lock:
-            return np.concatenate([*(one[n:] for one, n in self._seen), np.empty(0, np.uint32)])
+            return np.concatenate([*self._seen, np.empty(0, np.uint32)])
+
+    def _drop_prompts(self) -> None:
+        self._seen, self._begun, self._room = [], [], MOST_SEEN
 
     def add(self, coder: PageCoder) -> PageCoder:
         """Return the coder of a basis: the one that is known, if any."""
@@ -200,7 +212,7 @@ class PageBases:
         with self._lock:
             self.recent.clear()
             self.decoded.clear()
-            self._seen.clear()
+            self._drop_prompts()
             self._recent_bytes = 0
 
     def measured(self) -> dict[str, Any]:
@@ -211,16 +223,18 @@ class PageBases:
 
     def use(self, coders: dict[int, PageCoder]) -> None:
         """Code pages of these groups from now on; those of others stay raw."""
-        self.current, self._asked = coders, bool(coders)
-        self._seen.clear()
+        with self._lock:
+            self.current, self._asked = coders, bool(coders)
+            self._drop_prompts()
         if not coders:
             self._known.clear()
 
 
-def _shared(one: NDArray[Any], other: NDArray[Any]) -> int:
-    """Return the length of the prefix that two arrays share."""
-    least = min(len(one), len(other))
-    return int(np.argmin(np.append(one[:least] == other[:least], False)))
+def _shared(one: bytes, other: bytes) -> int:
+    """Return how many tokens of 4 bytes two prompts share at their begin."""
+    least = min(len(one), len(other)) // 4
+    first, second = (np.frombuffer(each, np.uint32, least) for each in (one, other))
+    return int(np.argmin(np.append(first == second, False)))
 
 
 class _Asked(NamedTuple):

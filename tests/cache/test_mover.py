@@ -600,6 +600,27 @@ def test_an_error_of_one_receiver_keeps_no_answer_from_others() -> None:
     assert [one.key for one in told] == [key_of(0), key_of(2)] and not mover.storing
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_load_keeps_no_answer_from_those_that_wait_with_it(failing: int) -> None:
+    tier, told = Slow(MemoryTier()), list[Completion]()
+    stored(tier.inner, 1)
+    mover, targets = mover_over(tier), list[bytearray]()
+
+    def fails(answers: list[Completion]) -> None:
+        raise RuntimeError("of this test")
+
+    for number in range(3):
+        load, target = load_of(1)
+        mover.ask(0, load, fails if number == failing else told.extend)
+        mover.drain()
+        targets.append(target)
+    tier.allowed = 9
+    with pytest.raises(RuntimeError, match="of this test"):
+        mover.drain()
+    assert [one.outcome for one in told] == [Outcome.HIT] * 2 and targets == [BODY] * 3
+    assert not mover.lanes[0].busy and tier.jobs == [("load", 1)]
+
+
 def test_stores_behind_one_that_cannot_be_sent_are_answered() -> None:
     class Raising(MemoryTier):
         def submit_store(self, items: Any, *, deadline_s: float = 60.0) -> int:

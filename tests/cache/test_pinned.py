@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import math
 import random
 import threading
@@ -19,17 +20,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv import KV
+from flowkv import KV, kernels
 from flowkv.tiers import Load, Store, TierAnswer
 from flowkv.tiers.disk import DiskTier
 from tests.cache.audit import audit
 from tests.cache.fakes import Halves, Silent, lasting
 from tests.cache.test_codecs import wide
-from tests.cache.toy import check_content, geometry, make_kv, published
+from tests.cache.toy import check_content, geometry, make_kv, prefill, published
 from tests.inside import (
     Copies,
     CudaStreams,
     HostTier,
+    PagePool,
     SlotPool,
     digests,
     dispatch,
@@ -37,6 +39,7 @@ from tests.inside import (
     host,
     open_copies,
 )
+from tests.queued import like_a_gpu
 from tests.tiers.counting import Counting, Touching
 
 GRANULE = 4096
@@ -120,15 +123,12 @@ class FakeStreams:
 
     # ---- Streams
 
-    def use(self) -> None:
-        if self.current not in (*self.users, "aside"):
-            for other in self.users:
-                self._wait(self.current, self._mark(other))
-            self.users.append(self.current)
-
-    def after_users(self) -> None:
-        for other in self.users:
+    def use(self, *, behind: bool = False) -> None:
+        new = self.current not in (*self.users, "aside")
+        for other in self.users if new or (behind and "behind" not in self.faults) else []:
             self._wait(self.current, self._mark(other))
+        if new:
+            self.users.append(self.current)
 
     def used(self) -> list[FakeMark]:
         several = len(self.users) > 1 and "used" not in self.faults
@@ -380,6 +380,87 @@ def test_a_missing_dependency_is_noticed(fault: str) -> None:
 def test_two_streams_that_compute_in_turn_see_each_others_pages_whole() -> None:
     for seed in range(100):
         assert not found_wrong(seed)
+
+
+def pool_of(world: World) -> PagePool:
+    pool = PagePool("cpu", len(world.pages), [world.granules])
+    pool.arena, pool.copies = world.pages, world.copies
+    return pool
+
+
+def copied_wrong(seed: int, *faults: str) -> bool:
+    """Copy a page that another stream writes, and goes on to write; is the copy another one?"""
+    world = World(seed, 1, 8, *faults)
+    pool, values = pool_of(world), list[int]()
+    for number in 0, 1:  # both streams use pages
+        world.compute_write(number)
+        world.turn()
+    world.compute_write(2)
+    wanted = world.value
+    world.turn()
+    with pytest.MonkeyPatch.context() as patch:
+        move = kernels.copy_pages
+        patch.setattr(
+            kernels, "copy_pages", lambda *where: world.device.compute(lambda: move(*where))
+        )
+        pool.copy([2], [3], 1)
+    world.device.compute(lambda: values.append(int(world.page(3)[0])))
+    world.turn()
+    world.copies.join()
+    world.device.compute(lambda: world.page(2).fill_(255))
+    world.device.finish()
+    return values != [wanted]
+
+
+def test_a_page_is_copied_between_the_writes_of_another_stream() -> None:
+    """A prompt shares the open page of another thread's sequence; or pages are compacted."""
+    assert not any(map(copied_wrong, range(100)))
+    for fault in "behind", "used":
+        assert any(copied_wrong(seed, fault) for seed in range(100))
+
+
+def test_an_encoding_starts_no_upload_ahead_of_the_copy_that_reads_its_page() -> None:
+    """Another thread, whose stream has not used pages yet, asked for the upload."""
+    for seed in range(60):
+        world = World(seed, 1, 8)
+        pool = pool_of(world)
+        world.compute_write(1)
+        (row,), mark = world.copies.download([1], GRANULE)
+        world.turn()
+        world.reuse(1)
+        (coming,) = world.copies.stage(1, GRANULE)
+        coming.fill_(99)
+        world.copies.upload([(1, coming)])
+        world.turn()
+        with pool.encoding([]):
+            pool.granules([])
+        mark.wait()
+        world.check("saved", row, 1)
+        world.device.finish()
+        assert not world.wrong and world.page(1).unique().tolist() == [99]
+
+
+def test_a_stream_that_torch_gave_to_the_encoder_as_well_is_waited_for() -> None:
+    """After 32 streams, torch returns the first one again."""
+    with like_a_gpu():
+        few, numbers = [torch.cuda.Stream() for _ in range(3)], itertools.count(1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "Stream", lambda _: few[next(numbers) % 3])
+            streams, done = CudaStreams(torch.device("cpu")), list[str]()
+
+        def work(name: str) -> Any:
+            done.append(name)
+            yield
+
+        with torch.cuda.stream(few[0]):
+            few[0].queue(work("page"))
+            streams.follow()
+        with streams.encoding(torch.empty(0)):
+            streams.use()
+        for direction in streams._up, streams._down:
+            direction.queue(work("copy"))
+            direction.synchronize()
+        assert done == ["page", "copy", "copy"]
 
 
 def test_a_page_is_saved_as_its_slow_producer_left_it() -> None:
@@ -1272,6 +1353,26 @@ def test_an_upload_that_fails_is_made_up_for_before_its_pages_are_read() -> None
     assert not any(lane.busy for lane in mover.lanes)
     with kv.open([*text, 99]) as seq:
         check_content(kv, seq, text[: seq.length])
+    kv.close()
+
+
+def test_a_step_before_which_an_upload_fails_can_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also while the error is held, and with it the step that did not begin."""
+
+    def fails() -> None:
+        raise MemoryError
+
+    kv = make_kv(pages=20)
+    (copies,) = behind_a_bus(kv)
+    with kv.open([*range(5)]) as seq:
+        with monkeypatch.context() as patch, pytest.raises(MemoryError) as error:
+            patch.setattr(copies, "launch", fails)
+            kv.step([seq], [[*range(5)]])
+        prefill(kv, seq)
+        check_content(kv, seq, [*range(5)])
+        assert error.value.__traceback__
     kv.close()
 
 

@@ -166,6 +166,45 @@ def test_prompts_are_learned_from(tmp_path: Path) -> None:
         assert kv.flush(60) and kv.stats()["cold"]["pages"]
 
 
+def test_a_cache_of_a_tenant_learns_from_no_prompt(tmp_path: Path) -> None:
+    """What is learned is stored for all tenants."""
+    model = models.causal("llama")
+    with cold(model, tmp_path, tenant="acme") as kv:
+        ask(model, text(40))
+        assert not len(kv.bases.kept_tokens())
+        kv.open(text(40, 1), tenant="").close()
+        assert kv.bases.kept_tokens().tolist() == text(40, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"disk": None, "host": "16MiB"}])
+@pytest.mark.parametrize("count", [7, 60])
+def test_erased_prompts_are_not_learned_from(
+    tmp_path: Path, options: dict[str, Any], count: int
+) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path, **options) as kv:
+        ask(model, text(count))
+        assert len(kv.bases.kept_tokens()) == count
+        kv.forget(text(count))
+        assert not len(kv.bases.kept_tokens())
+
+
+def test_a_model_answers_where_calibrating_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("of this test")
+
+    monkeypatch.setattr(kvt_tier, "ENOUGH_SEEN", 400)
+    model = models.causal("llama")
+    wanted = answer(model)
+    with cold(model, tmp_path, cold="kvt:auto") as kv:
+        monkeypatch.setattr(kv, "_calibrates", fails)
+        ask(model, text(450))
+        with pytest.warns(UserWarning, match="cold pages stay raw: of this test"):
+            assert torch.equal(answer(model), wanted)
+
+
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_model_calibrates_itself_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgets: bool

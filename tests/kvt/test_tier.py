@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowkv import Geometry, Tier
 from flowkv.testing import FlakyTier, check_tier
@@ -716,3 +718,21 @@ def test_it_is_a_tier_over_memory() -> None:
 def test_pages_of_the_numbers() -> None:
     assert len({bytes(one) for one in PAGES}) == 6
     assert np.isfinite(CODER.views(memoryview(bytearray(PAGES[0])))[0].float().numpy()).all()
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12), st.integers(0, 40))
+def test_prompts_are_kept_without_what_begins_one_before(prompts: list, most: int) -> None:
+    """Each is compared with two others, however many there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls, shared = list[int](), kvt_tier._shared
+        patch.setattr(kvt_tier, "MOST_SEEN", most)
+        patch.setattr(kvt_tier, "_shared", lambda *both: calls.append(1) or shared(*both))
+        bases, wanted = PageBases(GEOMETRY), list[int]()
+        known = {()}
+        for prompt in prompts:
+            bases.keep_prompt(np.array(prompt, np.uint32))
+            begins = [tuple(prompt[: n + 1]) for n in range(len(prompt))]
+            new = [one for one in begins if one not in known][: most - len(wanted)]
+            wanted += [one[-1] for one in new]
+            known |= {*new}
+        assert bases.kept_tokens().tolist() == wanted and len(calls) <= 2 * len(prompts)

@@ -513,7 +513,7 @@ class ForwardHook:
             return
         try:
             self.kv.calibrate()
-        except FlowKVError as error:
+        except Exception as error:  # any error of the model or device: the prompt goes on without
             warn(self.kv, "calibrate", f"cold pages stay raw: {error}")
 
     def _arrived(self, cache: PagedCache, call: ForwardCall) -> int:
