@@ -690,9 +690,8 @@ class Lane:
             self.behind[key] = waiting
 
     def _ask_again(self, requests: Iterable[TransferRequest]) -> None:
-        for request in requests:
-            if not self.schedule.ask(request):
-                request.end(_failed(request.item.key, "busy"))
+        busy = [request for request in requests if not self.schedule.ask(request)]
+        _call_all([(request.end, _failed(request.item.key, "busy")) for request in busy])
 
     def _measure(self, job: _Job) -> None:
         """Measure the rate of stores; awaited loads are measured where they are awaited."""
@@ -734,14 +733,11 @@ class Lane:
         mine = [one for one in known if one.owner is not None and owner in (None, one.owner)]
         if owner is None:
             mine = [one for one in mine if not one.demanded]
-        flying = set()
-        for request in mine:
-            if self.schedule.withdraw(request):
-                self.cancelled += 1
-                request.end(_failed(request.item.key, "cancelled"))
-            elif not request.followers:
-                flying.add(request)
-        self._call_off(flying)
+        gone = [request for request in mine if self.schedule.withdraw(request)]
+        self.cancelled += len(gone)
+        flying = {*mine}.difference(gone)
+        self._call_off({request for request in flying if not request.followers})
+        _call_all([(request.end, _failed(request.item.key, "cancelled")) for request in gone])
         return len(mine)
 
     def _call_off(self, requests: set[TransferRequest]) -> None:

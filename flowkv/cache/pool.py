@@ -649,6 +649,8 @@ AT_ONCE_BYTES = 1 << 26
 
 def download(pool: PagePool, pages: list[int], n_bytes: int) -> list[torch.Tensor]:
     """Return host copies of pages of `n_bytes` each, made in as few transfers as possible."""
+    if pool.copies is not None:  # another thread's stream may still compute them
+        pool.copies.streams.use(behind=True)
     copies: list[torch.Tensor] = []
     for part in _parts(len(pages), n_bytes):
         some = [pool.page_bytes(page, n_bytes) for page in pages[part]]
