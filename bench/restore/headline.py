@@ -95,14 +95,14 @@ class Situation(NamedTuple):
 def situations() -> Iterator[Situation]:
     """Yield all situations of the search."""
     links, tokens, suffixes = (1, 10, 40, 100, 400), (2048, 8192, 32768), (1, 64, 512, 2048, 8192)
-    for place, *one in product(PLACES, links, tokens, suffixes):
-        yield Situation(*place, *one)
-    for place, gbps, size in product(PLACES, links[:4], (4, 16)):
-        yield Situation(*place, gbps, 8192, 512, size)
-    for spread, place, gbps, size in product((0.8, 1.5), PLACES[:3], links[1:3], (8, 64)):
-        yield Situation(*place, gbps, 8192, 512, size, spread)
-    for (spread, suffix, load), place, gbps in product(ARRIVALS, PLACES[:3], (4, 25)):
-        yield Situation(*place, gbps, 8192, suffix, 128, spread, load)
+    for (model, gpu), gbps, prefix, suffix in product(PLACES, links, tokens, suffixes):
+        yield Situation(model, gpu, gbps, prefix, suffix)
+    for (model, gpu), gbps, size in product(PLACES, links[:4], (4, 16)):
+        yield Situation(model, gpu, gbps, 8192, 512, size)
+    for spread, (model, gpu), gbps, size in product((0.8, 1.5), PLACES[:3], links[1:3], (8, 64)):
+        yield Situation(model, gpu, gbps, 8192, 512, size, spread)
+    for (spread, suffix, load), (model, gpu), gbps in product(ARRIVALS, PLACES[:3], (4, 25)):
+        yield Situation(model, gpu, gbps, 8192, suffix, 128, spread, load)
 
 
 def show_headline(screen: Screen) -> list[tuple[Situation, dict[str, float]]]:
