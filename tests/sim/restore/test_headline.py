@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from bench.restore.headline import CLAIMED, EIGHT, MLA, PLACES, Floor, Situation, situations
-from flowkv.policy.restore.costs import Measured
-from flowkv.sim.restore import Accelerator, Decoder, Modelled, asked, lower_bound, run
+from flowkv.policy.restore import Measured
+from flowkv.sim.restore import Modelled, asked, lower_bound, run
 
 
 @given(
@@ -25,13 +26,13 @@ from flowkv.sim.restore import Accelerator, Decoder, Modelled, asked, lower_boun
 @settings(max_examples=100, deadline=None)
 def test_no_policy_beats_the_bound(
     name: str,
-    place: tuple[Decoder, Accelerator],
+    place: tuple[Any, Any],
     gbps: float,
     sizes: list[int],
     suffix: int,
     every_s: float,
 ) -> None:
-    costs = Modelled(place[0], place[1], gbps)
+    costs = Modelled(*place, gbps)
     requests = [
         asked(costs.model, 64 * size, suffix, number=i, arrived_s=every_s * i)
         for i, size in enumerate(sizes)
