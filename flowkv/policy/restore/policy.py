@@ -404,7 +404,13 @@ def first_behind(progress: Progress) -> int:
 
 
 def best_split(
-    progress: Progress, layer: int, cap: int, costs: Costs, prices: Prices, hint: int = 0
+    progress: Progress,
+    layer: int,
+    cap: int,
+    costs: Costs,
+    prices: Prices,
+    hint: int = 0,
+    first: int = -1,
 ) -> Split:
     """Return how far to compute from `layer` upwards, so that the later engine ends soonest.
 
@@ -418,9 +424,11 @@ def best_split(
         costs: Costs of computing.
         prices: Other durations that count.
         hint: The goal so far; it stays while both engines still end almost together.
+        first: Token to compute from; -1 for where `layer` stands.
     """
     request, back = progress.request, progress.back
-    first = progress.front[layer]
+    if first < 0:
+        first = progress.front[layer]
     last = request.layers
     while last > layer + 1 and back[last - 1] <= first:
         last -= 1
@@ -568,8 +576,10 @@ class Aim:
         layer = first_behind(progress)
         first = progress.front[layer]
         if self.goal > first:
-            layers = request.layers - layer
-            busy_s += state.costs.compute_s(request, layers, Span(first, self.goal))
+            stop = min(self.goal, progress.front[layer - 1]) if layer else self.goal
+            busy_s += state.costs.compute_s(request, request.layers - layer, Span(first, stop))
+            if self.goal > stop:
+                busy_s += state.costs.compute_s(request, request.layers, Span(stop, self.goal))
         for front, back in zip(progress.front, progress.back, strict=True):
             cells += max(0, back - max(front, self.goal))
         return busy_s, cells * together_s(state, request, self.sources)
@@ -638,10 +648,9 @@ def load_from_back(state: State, aim: Aim, tier: str, sizes: ChunkSizes) -> Rest
         if size:
             start = max(floor, (end - size) // request.unit * request.unit)
             return RestoreLoad(request.number, Span(0, layers), Span(start, end), index)
-    lost, goal, layer = progress.lost, aim.goal, aim.stripe
-    turn = first_behind(progress) if goal > front[-1] else 0
+    layer = aim.stripe
     while layer < layers:
-        floor = max(front[layer], lost, goal if layer >= turn else 0)
+        floor = max(front[layer], progress.lost, aim.goal)
         if back[layer] > floor:
             break
         layer += 1
@@ -650,7 +659,7 @@ def load_from_back(state: State, aim: Aim, tier: str, sizes: ChunkSizes) -> Rest
         return None
     end, last, first = back[layer], layer + 1, front[layer]
     most = min(layers, layer + _stripes(state, aim, index, end - floor))
-    while last < most and back[last] == end and front[last] == first and last != turn:
+    while last < most and back[last] == end and front[last] == first:
         last += 1
     start = max(floor, (end - sizes.block * layers) // request.unit * request.unit)
     return RestoreLoad(request.number, Span(layer, last), Span(start, end), index)
@@ -877,7 +886,14 @@ class TwoPointer(RestorePolicy):
         aim.suffix_s = suffix_left_s(state, progress)
         prices = Prices(cell_s, aim.suffix_s, busy_s, link_s, input_s)
         hint = aim.goal if layer or progress.front[-1] > request.resident else 0
-        return best_split(progress, layer, cap, costs, prices, hint).goal
+        goal = best_split(progress, layer, cap, costs, prices, hint).goal
+        least = min(progress.back)
+        if not layer or goal < cap or least <= cap:
+            return goal
+        # Another pass can follow: what it computes need not be loaded.
+        busy_s += costs.compute_s(request, request.layers - layer, Span(first, cap))
+        prices = prices._replace(compute_wait_s=busy_s)
+        return best_split(progress, 0, least, costs, prices, hint, cap).goal
 
     def _lowered(self, state: State, aim: Aim, before: list[Aim]) -> bool:
         """Lower the goal when the link is idle; return whether it was lowered."""
