@@ -382,7 +382,9 @@ class Step:
         last = None if last is None or last._open or last.planner is not planner else last
         before = None if last is None else last.advance
         with planner.guard:  # pages reserved before `_open` is set would never be released
-            planner.store.join()  # another thread's stream may have begun copies
+            for pool in planner.store.pools.values():
+                if pool.copies is not None:  # another thread's stream may have begun copies
+                    pool.copies.join()
             self.advance: Advance = planner.reserve(self.seqs, counts, before)
             self._open = True
         self._single = self.advance.most_new == 1 and self.advance.starts[-1] == len(self.seqs)
