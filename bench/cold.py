@@ -143,6 +143,7 @@ def first_tokens(
                 with flowkv.attach(loaded.model, disk=f"{place}/{way}:4GiB", **options) as kv:
                     if not number and way == "kvt":
                         say(str(kv.calibrate(ids["explanations"][:16384])))
+                    time.sleep(number and 1.0)  # the basis is read, as in a process that serves
                     began = time.perf_counter()
                     loaded.model.generate(prompt, **shape)
                     seconds = time.perf_counter() - began
