@@ -87,6 +87,17 @@ def test_a_context_is_read_twice_once_for_all_questions(
         assert reused(kv) == 0
 
 
+def test_what_autocast_computes_stays_whole_and_unshared(model: Any) -> None:
+    ids, question = distinct(140), QUESTIONS[0]
+    wanted = answered(model, ids, question, 0.5)
+    with attached(model, sparsify="kvzip:0.5") as kv, torch.no_grad():
+        cache = kv.cache(ids)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="keeps all"):
+            model(question, past_key_values=cache, logits_to_keep=1)
+        assert_same(ask(model, kv, ids, question), wanted)
+
+
 TWO = """
 import sys
 from tests.hooks import models
