@@ -182,7 +182,7 @@ def test_what_a_second_reading_took_is_free_with_its_end(
     def alive() -> int:
         return sum(one() is not None for one in held)
 
-    def counted(q: torch.Tensor, k: torch.Tensor, how: Any, pads: Any) -> torch.Tensor:
+    def counted(q: torch.Tensor, k: torch.Tensor, how: Any, pads: Any) -> Any:
         held.append(weakref.ref(k))
         most.append(alive())
         if fails and len(most) == 3:
