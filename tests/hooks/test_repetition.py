@@ -87,6 +87,15 @@ def test_a_context_is_read_twice_once_for_all_questions(
         assert reused(kv) == 0
 
 
+def test_a_prompt_keeps_the_positions_that_generate_gives() -> None:
+    model, ids, found = models.roberta(), distinct(140), list[Any]()
+    for padding in (0, -1):  # the model itself counts from 1, and then from 0
+        model.roberta.embeddings.padding_idx = padding
+        with attached(model, sparsify="kvzip:0.5"):
+            found.append(generate(model, NEW, input_ids=ids))
+    assert_same(*found)
+
+
 def test_what_autocast_computes_stays_whole_and_unshared(model: Any) -> None:
     ids, question = distinct(140), QUESTIONS[0]
     wanted = answered(model, ids, question, 0.5)
