@@ -30,7 +30,7 @@ def _llama() -> torch.nn.Module:
 
 
 def roberta() -> Any:
-    """A decoder whose own positions begin behind that of the padding, and those of `generate` at 0."""
+    """A decoder whose own positions begin behind the padding's, and those of `generate` at 0."""
     torch.manual_seed(0)
     config = transformers.RobertaConfig(**SMALL | dict(is_decoder=True, num_key_value_heads=4))
     model: Any = transformers.RobertaForCausalLM(config).eval()
