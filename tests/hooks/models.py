@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -26,6 +27,15 @@ GROUPED = SMALL | dict(head_dim=16)
 
 def _llama() -> torch.nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+
+
+def roberta() -> Any:
+    """A decoder whose own positions begin behind the padding's, and those of `generate` at 0."""
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(**SMALL | dict(is_decoder=True, num_key_value_heads=4))
+    model: Any = transformers.RobertaForCausalLM(config).eval()
+    model.roberta.embeddings.position_embeddings.weight.data *= 30
+    return model
 
 
 def _mistral() -> torch.nn.Module:

@@ -747,6 +747,18 @@ class TestInputs:
         mask[:, :11] = 0
         self.same(model, models.prompt(40), attention_mask=mask)
 
+    def test_positions_that_begin_behind_a_padding(self) -> None:
+        """`generate` of RoBERTa's kinds counts from 0, their forward from 1: pages are of one."""
+        model = models.roberta()
+        ids, caches = models.prompt(40), [DynamicCache(config=model.config) for _ in range(2)]
+        theirs, plain = generate(model, 2, input_ids=ids), forward(model, ids, caches[0])
+        assert not torch.allclose(plain, theirs.logits[0], atol=1e-3)
+        with attached(model) as kv, pytest.warns(UserWarning, match="do not count from 0"):
+            assert torch.allclose(forward(model, ids, caches[1]), plain, atol=1e-5)
+            for _ in range(2):
+                assert_same(generate(model, 2, input_ids=ids), theirs)
+            assert reused(kv)
+
     def test_warns_once(self, model: Any) -> None:
         ids, positions = models.prompt(40), torch.arange(40)[None] * 2
         with attached(model), pytest.warns(UserWarning, match="positions") as warned:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,6 +87,26 @@ def test_a_context_is_read_twice_once_for_all_questions(
         assert reused(kv) == 0
 
 
+def test_a_prompt_keeps_the_positions_that_generate_gives() -> None:
+    model, ids, found = models.roberta(), distinct(140), list[Any]()
+    for padding in (0, -1):  # the model itself counts from 1, and then from 0
+        model.roberta.embeddings.padding_idx = padding
+        with attached(model, sparsify="kvzip:0.5"):
+            found.append(generate(model, NEW, input_ids=ids))
+    assert_same(*found)
+
+
+def test_what_autocast_computes_stays_whole_and_unshared(model: Any) -> None:
+    ids, question = distinct(140), QUESTIONS[0]
+    wanted = answered(model, ids, question, 0.5)
+    with attached(model, sparsify="kvzip:0.5") as kv, torch.no_grad():
+        cache = kv.cache(ids)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="keeps all"):
+            model(question, past_key_values=cache, logits_to_keep=1)
+        assert_same(ask(model, kv, ids, question), wanted)
+
+
 TWO = """
 import sys
 from tests.hooks import models
@@ -156,6 +178,37 @@ def test_a_prompt_that_leaves_no_room_to_be_repeated_stays_whole(length: int) ->
     whole = [one for one in said if "of 512 positions too few are left" in str(one.message)]
     assert len(whole) == (length == 385)
     assert_same(found, exact if whole else oracle(model, [ids], "kvzip", 0.5))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_second_reading_took_is_free_with_its_end(
+    model: Any, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a collection of cycles: each part has a copy of all keys."""
+    ids, held, most = distinct(240), list[weakref.ref[Any]](), list[int]()
+    attention = Repetition.run.__globals__["attention"]
+
+    def alive() -> int:
+        return sum(one() is not None for one in held)
+
+    def counted(q: torch.Tensor, k: torch.Tensor, how: Any, pads: Any) -> Any:
+        held.append(weakref.ref(k))
+        most.append(alive())
+        if fails and len(most) == 3:
+            raise MemoryError
+        return attention(q, k, how, pads)
+
+    with warnings.catch_warnings(), attached(model, sparsify="kvzip:0.5"):
+        warnings.simplefilter("ignore")  # that one failed
+        monkeypatch.setitem(Repetition.run.__globals__, "attention", counted)
+        gc.collect()
+        gc.disable()
+        try:
+            generate(model, 2, input_ids=ids)
+            assert len(most) >= 3 and not alive()
+        finally:
+            gc.enable()
+    assert max(most) <= model.config.num_hidden_layers
 
 
 def test_a_repetition_that_fails_leaves_a_prompt_whole(

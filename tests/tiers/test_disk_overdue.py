@@ -343,6 +343,32 @@ def test_stores_wait_for_few_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tier.close()
 
 
+def test_loads_pass_stores_that_the_disk_does_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those with the engine, nor those that wait, nor overdue loads hold a load back."""
+    size, engine, clock = 32 << 10, GatedEngine(), ManualClock()
+    monkeypatch.setattr("flowkv.tiers.disk.tier.SHARED_BYTES", 2 * size)
+    arena = Arena(10 * size)
+    tier = DiskTier(tmp_path, 8 * MIB, arena=arena, threads=0, engine=engine, clock=clock)
+    stored(tier, ["a", "b", "c"], size=size)
+    target = bytearray(size)
+    engine.holds = "read"
+    late = tier.submit_load([load_of(n, target) for n in "ab"], deadline_s=3)
+    assert tier.poll() == [] and len(engine.held) == 2
+    clock.advance(s=4)
+    assert outcomes(answers(tier, late, 2)) == [("failed", "deadline")] * 2
+    engine.holds = "write"
+    job = tier.submit_store([store_of(f"new {n}", None, size) for n in range(8)])
+    assert tier.poll() == [] and 4 < len(engine.held) < 10
+    load = tier.submit_load([load_of("c", target)])
+    assert outcomes(answers(tier, load, 1, within_s=5.0)) == [("hit", "")]
+    assert target == body_of("c", size)
+    engine.release()
+    assert outcomes(answers(tier, job, 8)) == [("stored", "")] * 8
+    tier.close()
+
+
 def test_nobody_waits_for_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even if FlowKV itself is at fault."""
     tier = DiskTier(tmp_path, MIB)

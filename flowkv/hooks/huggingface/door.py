@@ -49,7 +49,7 @@ from flowkv.hooks.huggingface.rows import (
 )
 from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
-from flowkv.naming.identity import Identity, Proof, drawn, modes
+from flowkv.naming.identity import Identity, Proof, autocasts, drawn, modes
 from flowkv.policy.sparsify import Sparsifier
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "_prefill", "forward")
@@ -407,7 +407,7 @@ class ForwardHook:
             return problem
         if torch.is_grad_enabled() and _wants_grad(self, module, given):
             return "gradients are wanted; call it under torch.no_grad()"
-        if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+        if autocasts():
             return "it runs under autocast"
         whole = given[self.names.cache]
         return "" if whole is cache or not whole.cross_attention_cache.get_seq_length() else None
@@ -541,6 +541,8 @@ class ForwardHook:
         if call.unplaced and (any(pads) or call.modal):
             return f"it has {'padding' if any(pads) else 'images'} and no position_ids"
         by_column = call.positions is None
+        if by_column and not self.names.from_0:
+            return "it has no position_ids, and those of the model itself do not count from 0"
         counted = call.shifts(pads) is not None or usual(
             0, call.columns, call.numbers[2], np.array(pads), by_column=by_column
         )
@@ -830,6 +832,7 @@ class ForwardHook:
                 or call.conditioned(cache.options)
             )
             or bool(modes())
+            or autocasts()
             or padded is False
         )
         if odd:

@@ -129,6 +129,8 @@ class Press:
         """
         names, cache, before = door.names, native_cache(door.model), _drawn()
         given = {names.ids: ids, names.cache: cache, "use_cache": True}
+        if not names.counts:
+            given[names.positions] = torch.arange(ids.shape[1], device=ids.device)[None]
         if "logits_to_keep" in names.parameters:
             given["logits_to_keep"] = 1
         try:

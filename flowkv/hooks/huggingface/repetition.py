@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 
@@ -37,7 +38,7 @@ class Repetition(Press):
         """Read a prompt twice, and leave in its cache what the rule keeps; see `Press.run`."""
         names = door.names
         ids, cache = given[names.ids], given[names.cache]
-        length, mass = ids.shape[1], dict[int, torch.Tensor]()
+        length, mass = ids.shape[1], dict[int, torch.Tensor]()  # [Hk, Hq / Hk, S]
         most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if (
             most and length + min(length, _PART) > most
@@ -45,16 +46,14 @@ class Repetition(Press):
             raise ValueError(f"of {most} positions too few are left for a second reading")
         model(**given)
 
-        def observe(
-            index: int, keys: torch.Tensor, query: torch.Tensor, how: dict[str, Any]
-        ) -> None:
-            most = attention(query, keys, how, [0])[0, ..., :length].amax(2)  # [Hk, Hq / Hk, S]
+        def observe(index: int, keys: Any, query: torch.Tensor, how: dict[str, Any]) -> None:
+            most = attention(query, keys(), how, [0])[0, ..., :length].amax(2)
             mass[index] = torch.maximum(most, mass.get(index, most))
 
         Switch(model).on()  # the copy attends by a function that gives queries to observers
         layers = {index: cache.layers[index] for index in door.plan.placed}
         for index, layer in layers.items():
-            layer.update = partial(_update, layer.update, partial(observe, index))
+            layer.update = partial(_update, WeakMethod(layer.update), partial(observe, index))
         for part in ids.split(_PART, 1):
             at = torch.arange(length, length + part.shape[1], device=ids.device)[None]
             model(**given | {names.ids: part} | ({} if names.counts else {names.positions: at}))
@@ -84,7 +83,10 @@ def made_pruner(given: Any) -> Press | Sparsifier:
 
 
 def _update(update: Any, observe: Any, *args: Any, **kwargs: Any) -> Any:
-    """Update a layer of a cache, whose keys then give their queries to an observer."""
-    keys, values = update(*args, **kwargs)
-    setattr(keys, OBSERVER, partial(observe, keys))
+    """Update a layer of a cache, whose keys then give their queries to an observer.
+
+    Neither holds itself, so that their memory is free at once, without a collection of cycles.
+    """
+    keys, values = update()(*args, **kwargs)
+    setattr(keys, OBSERVER, partial(observe, ref(keys)))
     return keys, values

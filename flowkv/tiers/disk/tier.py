@@ -429,7 +429,7 @@ _LOADS, _STORES = False, True
 TOGETHER_BYTES = 4 << 20
 """Most bytes of stripes with known digests that are read and answered together."""
 SHARED_BYTES = 64 << 20
-"""Bytes with the engine from which on loads wait, if stores do."""
+"""Bytes of loads with the engine from which on others wait, if stores do."""
 AT_ONCE = 16
 """Items begun before the engine gets them; others wait no longer than it takes to begin these."""
 _SHARE = {_LOADS: 0.75, _STORES: 0.5}  # of the arena, so that neither kind takes all
@@ -591,7 +591,9 @@ class DiskScheduler:
         """Begin the first loads that need no header; return how many, and whether there is room."""
         tried, room = 0, 1 << 62
         if self._queue.stores_wait:
-            room = SHARED_BYTES - sum(n_bytes for _, n_bytes in self._flights.values())
+            room = SHARED_BYTES
+            for one, n_bytes in self._flights.values():
+                room -= 0 if one.late or any(item.stores for item in one.items) else n_bytes
         while room > 0 and (items := self._queue.begin_loads(self.known, TOGETHER_BYTES)):
             alone = not self._flights and not begun
             try:
