@@ -252,6 +252,8 @@ def test_a_page_that_left_ahead_is_lost_once_where_the_host_tier_fails() -> None
         if number < 40:
             tier.work()
             kv.planner.store.writes.drain()
+    copies.streams.finish()  # the copies are over, and their stores are with the tier
+    kv.planner.store.writes.drain()
     assert ahead(kv) and tier.waiting
     there = [block for block in ahead(kv) if block.going]
     assert there
