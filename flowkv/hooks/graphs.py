@@ -26,7 +26,7 @@ from flowkv.cache.kv import KV
 from flowkv.cache.step import CURRENT, Step
 from flowkv.core.config import Config
 from flowkv.kernels.operands import GPUS, Ragged
-from flowkv.naming.identity import autocasts, modes
+from flowkv.naming.identity import modes
 
 EAGER_STEPS = 2
 """Steps of a shape that run eagerly before one is captured."""
@@ -441,7 +441,7 @@ class GraphedForward:
         modal = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
         if modal and modes(own=False):
             return False
-        return not autocasts()
+        return not (torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"))
 
     def _follow_stream(self, device: torch.device) -> None:
         """Let the device wait for steps that another stream replays from the same buffers."""

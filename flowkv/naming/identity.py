@@ -305,11 +305,6 @@ def modes(*, own: bool = True) -> str:
     return ""
 
 
-def autocasts() -> bool:
-    """Return whether this thread computes in other dtypes than a model's own."""
-    return torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
-
-
 def _helped(model: torch.nn.Module) -> bool:
     """Return whether modules have hooks or replaced forwards, beside those that allow captures."""
     for module in model.modules():

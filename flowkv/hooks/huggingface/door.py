@@ -49,7 +49,7 @@ from flowkv.hooks.huggingface.rows import (
 )
 from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
-from flowkv.naming.identity import Identity, Proof, autocasts, drawn, modes
+from flowkv.naming.identity import Identity, Proof, drawn, modes
 from flowkv.policy.sparsify import Sparsifier
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "_prefill", "forward")
@@ -407,7 +407,7 @@ class ForwardHook:
             return problem
         if torch.is_grad_enabled() and _wants_grad(self, module, given):
             return "gradients are wanted; call it under torch.no_grad()"
-        if autocasts():
+        if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
             return "it runs under autocast"
         whole = given[self.names.cache]
         return "" if whole is cache or not whole.cross_attention_cache.get_seq_length() else None
@@ -832,7 +832,8 @@ class ForwardHook:
                 or call.conditioned(cache.options)
             )
             or bool(modes())
-            or autocasts()
+            or torch.is_autocast_enabled()
+            or torch.is_autocast_enabled("cpu")
             or padded is False
         )
         if odd:
