@@ -134,7 +134,7 @@ def weka(session, start=0.0, absolute=False):
     for turn in session.get("requests") or ():
         turn = dict(turn)
         helper = "requests" in turn
-        turn |= {"type": "subagent", "agent_id": "agent_001"} if helper else {"type": "n"}
+        turn |= {"type": "nested", "name": "a"} if helper else {"type": "n"}
         if absolute:
             turn["t"] += start
         runs = turn.pop("runs", [])
