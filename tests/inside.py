@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         swap,
     )
     from flowkv.cache import pool as cache_pool
+    from flowkv.cache import restore as cache_restore
     from flowkv.cache.audit import due
     from flowkv.cache.block_table import Planner, relocate
     from flowkv.cache.closed_tails import ClosedTails
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from flowkv.cache.pinned import Copies, CudaStreams, open_copies
     from flowkv.cache.pool import PagePool
     from flowkv.cache.requests import Prefetch
-    from flowkv.cache.restore import Late, RestoreJob
+    from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob
     from flowkv.cache.sequence import CLOSED, READY, Guard, Tables, session_number
     from flowkv.cache.stack import breaker
     from flowkv.cache.step import CURRENT, Step

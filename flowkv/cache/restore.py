@@ -37,6 +37,7 @@ from flowkv.cache.tail import SharedTokens
 from flowkv.compiled import compiling
 from flowkv.core.errors import FlowKVError, StateError
 from flowkv.core.geometry import CODECS, INDEXERS
+from flowkv.kvt.tier import CodecTier
 from flowkv.observe.events import (
     Bus,
     Hit,
@@ -127,6 +128,18 @@ class PrefixMatcher:
         layers.sort(key=lambda layer: (layer % INDEXERS, layer))
         self.index = {layer: index for index, layer in enumerate(layers)}
         self.stripes = [[self.index[layer] for layer in group.layers] for group in groups]
+
+    def least_layers(self, plan: RestorePlan) -> int:
+        """Return the layers of a page that are worth one request, however fast the link is."""
+        if not plan.sources:
+            return 1
+        worth = round(_WORTH_BYTES / (plan.sources[0].cell_bytes * self.page_size))
+        tier, least = self.store.stack.tiers[plan.tiers[0]], max(1, worth)
+        if not isinstance(tier, CodecTier):
+            return least
+        # Layers of one chunk are decoded together, whichever of them are requested.
+        depth = tier.bases.chunk_layers() if len(self.stripes) == 1 else len(self.index)
+        return -(-least // depth) * depth
 
     # ---- matching
 
@@ -1183,7 +1196,6 @@ class RestoreJob:
         self.phase = RestorePhase.FRONT
         self._computing: Compute | None = None  # the part of the front handed out
         self._hoping_s = 0.0  # when `next` began to wait
-        layer_bytes = [source.cell_bytes * self._size for source in plan.sources[:1]]
         self.request = RestoreRequest(
             number=next(restores.numbers),
             tokens=plan.stop * self._size,
@@ -1194,7 +1206,7 @@ class RestoreJob:
             sources=plan.sources,
             computable=plan.computable,
             whole=True,
-            least=max([1, *(round(_WORTH_BYTES / each) for each in layer_bytes)]),
+            least=restores.restorer.least_layers(plan),
             arrived_s=time.perf_counter(),
         )
         self._progress = restores.state.add(self.request)

@@ -49,7 +49,9 @@ from flowkv.tiers.base import (
 )
 from flowkv.tiers.worker import Completions, require_open
 
-THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+_CORES = os.cpu_count() or 1
+ENCODERS, DECODERS = max(1, min(4, _CORES // 2)), min(4, _CORES)
+"""Threads that encode in the background, and that decode what a request waits for."""
 RECENT_BYTES = 32 << 20
 """Coded pages that are remembered: layers of one page are often loaded one after the other."""
 EARLIER = 3
@@ -153,6 +155,10 @@ class PageBases:
         """Return the coder of a basis: the one that is known, if any."""
         with self._lock:
             return self._known.setdefault(coder.name, coder)
+
+    def chunk_layers(self) -> int:
+        """Return the neighbouring layers that pages of the first group decode together."""
+        return next((one.places[0].layers.stop for one in self.current.values()), 1)
 
     def coder(self, name: bytes) -> PageCoder | None:
         """Return the coder of a basis by its name, if it is known."""
@@ -308,7 +314,8 @@ class CodecTier(OverTier):
         self._coded = dict[bytes, int]()  # coded pages here, and their bytes
         self._closed = self._over = False
         name = f"flowkv {inner.name} codec"  # loads never wait for stores
-        self._encoders, self._decoders = (ThreadPoolExecutor(THREADS, name) for _ in range(2))
+        self._encoders = ThreadPoolExecutor(ENCODERS, name)
+        self._decoders = ThreadPoolExecutor(DECODERS, name)
         self._reader = threading.Thread(target=self._read, name="flowkv codec", daemon=True)
         self._reader.start()
 

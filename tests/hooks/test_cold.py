@@ -16,11 +16,14 @@ from tests.hooks.compare import attached, generate, reused
 from tests.inside import (
     ConfigError,
     PageCoder,
+    PrefixMatcher,
     StateError,
     TokenError,
+    cache_restore,
     calibrate,
     door_of,
     forget_name,
+    kvt_basis,
     kvt_tier,
     load,
 )
@@ -469,3 +472,28 @@ def test_pages_are_not_kept_where_no_tier_codes_them(tmp_path: Path) -> None:
 def test_policies_learn_beside_coded_pages(tmp_path: Path) -> None:
     with cold(models.causal("llama"), tmp_path) as kv:
         assert kv._learned() == tmp_path
+
+
+@pytest.mark.parametrize(("kind", "depth"), [("llama", 3), ("gemma3", 0)])
+def test_requests_of_layers_end_where_chunks_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, depth: int
+) -> None:
+    """Each chunk of a page is decoded once: else neighbouring requests both decode it."""
+    model = models.causal(kind)
+    layers = model.config.num_hidden_layers
+    monkeypatch.setattr(kvt_basis, "MOST_DIMS", 3 * 2 * 16)  # chunks of three layers
+    monkeypatch.setattr(cache_restore, "_WORTH_BYTES", 1)
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60)
+    counted, found = PrefixMatcher.least_layers, list[int]()
+
+    def noted(*given: Any) -> int:
+        found.append(counted(*given))
+        return found[-1]
+
+    monkeypatch.setattr(PrefixMatcher, "least_layers", noted)
+    with cold(model, tmp_path):
+        answer(model)
+    assert found == [depth or layers]

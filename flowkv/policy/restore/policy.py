@@ -670,7 +670,8 @@ def _stripes(state: State, aim: Aim, index: int, tokens: int) -> int:
     if aim.group < 0:
         request, load_s = aim.progress.request, state.costs.load_s
         one_s, latency_s = load_s(request, index, tokens), load_s(request, index, 1)
-        aim.group = max(request.least, math.ceil(latency_s * _PAYS / one_s) if one_s else 1)
+        worth = math.ceil(latency_s * _PAYS / one_s / request.least) if one_s else 1
+        aim.group = max(1, worth) * request.least
     return aim.group
 
 

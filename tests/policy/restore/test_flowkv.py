@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,6 +104,14 @@ def test_high_latency_makes_stripes_of_several_layers() -> None:
     done = run([asked(LLAMA, 16384)], TwoPointer(), costs(latency_s=0.005))
     sizes = {entry.op.layers.size for entry in done.timeline if isinstance(entry.op, RestoreLoad)}
     assert 1 not in sizes
+
+
+@given(least=st.integers(2, 12), latency_s=st.floats(0, 0.02), tokens=st.integers(1, 16384))
+def test_stripes_begin_at_multiples_of_the_least(least: int, latency_s: float, tokens: int) -> None:
+    request = msgspec.structs.replace(asked(LLAMA, tokens, whole=True), least=least)
+    done = run([request], TwoPointer(), costs(latency_s=latency_s))
+    spans = [entry.op.layers for entry in done.timeline if isinstance(entry.op, RestoreLoad)]
+    assert all(first % least == 0 and (stop % least == 0 or stop == 32) for first, stop in spans)
 
 
 def test_without_costs_short_chunks_and_short_loads_find_out() -> None:
