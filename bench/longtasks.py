@@ -314,7 +314,11 @@ class Coded(Reader):
                 side[0, :, :end].unflatten(1, (-1, self.page)).transpose(0, 1)
                 for side in (layer.keys, layer.values)
             )
-            k, v = rounded(k, v) if way == "2 bits" else self._page(k, v, way)
+            if way.startswith("hqq:"):
+                k, v = (half_quadratic(side, int(way[4:])) for side in (k, v))
+                self.bits[way] = int(way[4:]) + 0.5
+            else:
+                k, v = rounded(k, v) if way == "2 bits" else self._page(k, v, way)
             for side, part in ((layer.keys, k), (layer.values, v)):
                 side[0, :, :end] = part.transpose(0, 1).flatten(1, 2)
         return own
@@ -347,6 +351,15 @@ def rounded(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         return (low + step * ((parts - low) / step).round()).flatten(-2)
 
     return by_groups(k.mT).mT, by_groups(v)
+
+
+def half_quadratic(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Round as transformers' QuantizedCache does with its backend HQQ: groups of 64, both sides."""
+    from hqq.core.quantize import Quantizer  # pip install hqq
+
+    how = {"axis": 0, "device": "cpu", "compute_dtype": x.dtype, "nbits": bits, "group_size": 64}
+    coded, meta = Quantizer.quantize(x, **how)
+    return Quantizer.dequantize(coded, meta | {"compute_dtype": x.dtype})  # type: ignore[no-any-return]
 
 
 class Sparse(Reader):
@@ -489,7 +502,8 @@ def learner(given: argparse.Namespace, loaded: Any) -> Callable[[float], tuple[A
 def readers(given: argparse.Namespace, loaded: Any) -> Iterator[Reader]:
     """Yield the readers of the ways that are asked for."""
     asked = given.ways.split(",")
-    if unknown := set(asked) - set(WAYS) - {w for w in asked if w.startswith("kvt:kl=")}:
+    sized = {way for way in asked if way.startswith(("kvt:kl=", "hqq:"))}
+    if unknown := set(asked) - set(WAYS) - sized:
         raise SystemExit(f"unknown ways: {', '.join(sorted(unknown))}; known: {', '.join(WAYS)}")
     if own := [way for way in asked if way not in ("sparsify", "blend")]:
         yield Coded(loaded, given.page, own, learner(given, loaded))
