@@ -25,9 +25,8 @@ from bench.plots import plots
 from bench.policy.finding import GROUPS
 from bench.restore.promise import GROUPS as ENGINES
 from bench.restore.protocol import PARTS
-from bench.restore.report import situation
 from bench.restore.row import OURS, Row
-from bench.restore.table import by_cell, summaries
+from bench.restore.table import summaries
 from bench.serve.promise import GROUPS as SERVED
 from bench.serve.protocol import PARTS as SERVING
 from bench.serve.report import situation as served_situation
@@ -45,8 +44,6 @@ PAGES = [
 ]
 RESULTS = ROOT / "bench" / "results"
 NOT_YET = "not measured yet"
-ENDS = ("recompute", "load")
-"""Policies that restore in one way only."""
 SHOWN = ("recompute", "load-layers", "cake", "two-pointer-v1", "staircase", OURS)
 """Policies with a column in the tables of restores."""
 
@@ -255,14 +252,9 @@ def real(results: Results) -> str:
         ["the very first call", "CPU time to attach; to answer", "; ".join(compiled)],
         *coded,
     ]
-    runs = "; ".join(
-        f"{part}: " + ", ".join(f"{name} {between(value, '')}" for name, value in run.items())
-        for part, run in report.get("runs", {}).items()
-        if "," not in part  # of another dtype
-    )
     about = (
         f"{report['model']}, float32, on {report['cpus']} processors; medians, least to most."
-        f" {runs[:1].upper()}{runs[1:]}. Quality: over {of('quality, kv8', 'tokens', '')} tokens."
+        f" Perplexity: over {of('quality, kv8', 'tokens', '')} tokens."
         if report["parts"]
         else NOT_YET.capitalize() + "."
     )
@@ -389,20 +381,30 @@ def real_all(results: Results) -> str:
     if not rows:
         return NOT_YET.capitalize() + "."
     timed, others = {}, []
+    engine: dict[str, dict[str, str]] = {}
     tokens = sorted({row["tokens"] for row in rows if _timed(row)})
     for row in rows:
+        wrong = "**other tokens**, " if row.get("identical") is False else ""
         if _timed(row):
-            wrong = "" if row["identical"] else "**other tokens**, "
             ms = f"{_middle(row['plain_ms'])}, {_middle(row['attached_ms'])}"
             line = timed.setdefault(row["what"], dict.fromkeys(tokens, ""))
             line[row["tokens"]] = f"{wrong}{ms}, {between(row['ratio'], '')}"
+        elif clients := re.search(r", (\d+ clients)", row["what"]):
+            line = engine.setdefault(row["what"].replace(clients[0], ""), {})
+            ratios = f"{between(row['ratio'], '')}; {between(row['cpu_ratio'], '')}"
+            line[clients[1]] = f"{wrong}{ratios}"
         else:
-            wrong = ["**other tokens**"] * (row.get("identical") is False)
-            named = _named(row, "what", "tokens", "identical", "loaded_bytes")
-            others.append([row["what"], f"{row.get('tokens', 0):,}", ", ".join([*wrong, *named])])
+            at = f", {row['tokens']:,} tokens" if "tokens" in row else ""
+            less = "what", "tokens", "identical", "loaded_bytes", "rss_beyond_pool_mib"
+            others.append(f"- {row['what']}{at}: {wrong}{', '.join(_named(row, *less))}")
     by_tokens = [[what, *line.values()] for what, line in timed.items()]
     head = ["plain ms, attached ms, ratio", *(f"{count:,} tokens" for count in tokens)]
-    return f"{table(head, by_tokens)}\n\n{table(['what', 'tokens', 'figures'], others)}"
+    parts = [table(head, by_tokens), "\n".join(others)]
+    if engine:
+        clients = list(dict.fromkeys(name for line in engine.values() for name in line))
+        by_clients = [[what, *map(line.get, clients)] for what, line in engine.items()]
+        parts.append(table(["ratio; of processor time", *clients], by_clients))
+    return "\n\n".join(parts)
 
 
 def _timed(row: dict[str, Any]) -> bool:
@@ -426,17 +428,25 @@ def _said(value: Any) -> str:
 
 @block
 def engines(results: Results) -> str:
-    """FlowKV inside vLLM."""
-    lines = [
-        [
-            row["what"],
-            row["goal"],
-            between(row["figure"], ""),
-            ", ".join(_named(row, "what", "goal", "figure")),
-        ]
-        for part in results.get("engines_cpu", {"parts": {}})["parts"].values()
-        for row in part
-    ]
+    """FlowKV inside vLLM; rows that differ in a percentage of their names alone are one line."""
+    alike: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for part in results.get("engines_cpu", {"parts": {}})["parts"].values():
+        for row in part:
+            size = re.search(r"(?<= at )\d+(?= %)", row["what"])
+            base = row["what"].replace(size[0], "N", 1) if size else row["what"]
+            alike.setdefault(base, []).append((size[0] if size else "", row))
+    lines = []
+    for base, same in alike.items():
+        sizes, rows = zip(*same, strict=True)
+        figures = {
+            name: ", ".join(between(row[name], "") for row in rows)
+            for name in rows[0]
+            if name not in ("what", "goal", "wrong", "prompts")
+        }
+        measured = figures.pop("figure")
+        more = "; ".join(f"{name.replace('_', ' ')} {values}" for name, values in figures.items())
+        what = base.replace("N", "/".join(sizes), 1) if sizes[0] else base
+        lines.append([what, rows[0]["goal"], measured, more])
     return (
         table(["what", "goal", "measured", "more"], lines) if lines else NOT_YET.capitalize() + "."
     )
@@ -473,18 +483,16 @@ def targets(results: Results) -> str:
     devices = [Device(report) for report in reports] or [Device(None)]
     names = [report["device"] for report in reports] or ["measured"]
     columns = [goals(device) for device in devices]
-    rows, missing = [], []
+    rows, missing = [], 0
     for i, (what, target, _, _) in enumerate(columns[0]):
         cells = [figure(column[i][2], column[i][3]) for column in columns]
         if reports and all(column[i][2] is None for column in columns):
-            case = what.partition(",")[0]
-            told = what if any(row[0].startswith(f"{case},") for row in rows) else case
-            missing.append(told.removeprefix("... "))
+            missing += 1
         else:
             rows.append([what, target, *cells])
     text = table(["what", "target", *names], rows)
     if missing:
-        text = f"{text}\n\n{NOT_YET.capitalize()}: {'; '.join(dict.fromkeys(missing))}."
+        text = f"{text}\n\n{missing} more targets are {NOT_YET}."
     return text
 
 
@@ -510,7 +518,7 @@ def _gpu(report: dict[str, Any]) -> str:
     for row in report["results"]:
         if "us" not in row:
             verdict = "**wrong**" if row.get("wrong") else row.get("failed", NOT_YET)
-            rows.append([row["case"], verdict, "", "", ""])
+            rows.append([row["case"], verdict, "", ""])
             continue
         shares = [(row[name], name) for name in row if name.startswith("of_") and row[name]]
         share, name = max(shares, default=(None, ""))
@@ -521,11 +529,27 @@ def _gpu(report: dict[str, Any]) -> str:
                 others.append(f"{name} {figure(rival['times'])}x")
             else:
                 skipped.setdefault(rival["skipped"], set()).add(name)
-        times = figure(row["times"], "x") if "times" in row else ""
-        rows.append([row["case"], figure(row["us"]), shown, times, ", ".join(others)])
-    head = f"{head}\n\n" + table(["case", "us", "of its ceiling", "times", "others take"], rows)
+        rows.append([row["case"], figure(row["us"]), shown, ", ".join(others)])
+    columns = ["case", "us", "of its ceiling", "others take"]
+    head = f"{head}\n\n" + table(columns, _by_kind(rows))
     notes = "\n".join(f"- {'; '.join(sorted(skipped[why]))}: {why}" for why in sorted(skipped))
     return f"{head}\n\nSkipped:\n\n{notes}" if notes else head
+
+
+def _by_kind(rows: list[list[str]]) -> list[list[str]]:
+    """Return measured cases that differ in a codec or a size alone as one line each."""
+    alike: dict[str, list[list[str]]] = {}
+    for case, us, *rest in rows:
+        kind = re.search(r" (kv8|k8v4|kv4[ch]|raw)$|^\d+(?= KiB)", case)
+        measured = us.replace(",", "").replace(".", "").isdigit()
+        base = case.replace(kind[0], " N" if kind[1] else "N", 1) if kind and measured else case
+        alike.setdefault(base, []).append([kind[0].strip() if kind else "", us, *rest])
+    return [
+        [base.replace("N", "/".join(kinds), 1) if kinds[0] else base]
+        + ["; ".join(filter(None, cells)) for cells in others]
+        for base, same in alike.items()
+        for kinds, *others in (list(zip(*same, strict=True)),)
+    ]
 
 
 @block
@@ -584,15 +608,22 @@ def cold(results: Results) -> str:
 
 @block
 def longtasks(results: Results) -> str:
-    found, hidden = results.get("longtasks_cpu", {}).get("tables", []), ("context", "tokens")
-    shown = [[i for i, name in enumerate(head) if name not in hidden] for head, _ in found]
-    return (
-        "\n\n".join(
-            table([head[i] for i in cells], ([row[i] for i in cells] for row in rows))
-            for (head, rows), cells in zip(found, shown, strict=True)
-        )
-        or NOT_YET
-    )
+    """For each text and way: divergence, share of same tokens and perplexity."""
+    parts = []
+    for head, rows in results.get("longtasks_cpu", {}).get("tables", []):
+        lines: dict[str, dict[str, str]] = {}
+        for row in rows:
+            cell = dict(zip(head, row, strict=True))
+            bits = f", {cell['bits']} bits" * bool(cell["bits"])
+            same = cell["same token"].partition(" ")[0]
+            shown = f"{cell['KL']}, {same}, {cell['ppl'].replace(' ', '')}"
+            lines.setdefault(f"{cell['way']}{bits}", {})[cell["text"]] = shown
+        ways = [
+            [way, *(line.get(text, "") for text in dict.fromkeys(row[0] for row in rows))]
+            for way, line in lines.items()
+        ]
+        parts.append(table(["KL, same token, ppl", *dict.fromkeys(row[0] for row in rows)], ways))
+    return "\n\n".join(parts) or NOT_YET
 
 
 _WAYS = "pages", "pages and dense", "dense", "native"
@@ -662,12 +693,11 @@ def quality(results: Results) -> str:
             ", ".join(f"{row['page_size']}" for row in same),
             ", ".join(map(difference, same)),
             ", ".join(figure(row["bytes_of_float32"], "x") for row in same),
-            ", ".join(figure(row["bytes_of_16_bits"], "x") for row in same),
             target,
         ]
         for (task, codec, target), same in alike.items()
     ]
-    head = ["bits per byte of", "codec", "page", "more than raw", "smaller", "of 16 bits", "target"]
+    head = ["bits per byte of", "codec", "page", "more than raw", "smaller", "target"]
     return table(head, rows) if rows else NOT_YET.capitalize() + "."
 
 
@@ -779,12 +809,11 @@ def states(results: Results) -> str:
     by_model: dict[str, list[str]] = {}
     for row in rows:
         if row["rule"] == "auto" and not row["room"]:
-            by_model.setdefault(row["model"], []).append(_state_cell(row))
+            by_model.setdefault(row["model"], []).append(f"{row['bytes']:.2%}")
     if not parts:
         return NOT_YET.capitalize() + "."
-    head = ["`auto`, any bytes", *dict.fromkeys(row["trace"] for row in rows)]
-    parts.append(table(head, ([name, *cells] for name, cells in by_model.items())))
-    return "\n\n".join(parts)
+    models = "; ".join(f"{name} {', '.join(cells)}" for name, cells in by_model.items())
+    return "\n\n".join([*parts, f"Bytes of `auto` at any bytes, trace by trace: {models}."])
 
 
 def _state_cell(row: dict[str, Any]) -> str:
@@ -811,14 +840,8 @@ def restore(results: Results) -> str:
                 for one in map(told.get, SHOWN)
             ]
             ours = told[OURS]
-            busy = "" if ours.link_busy is None else f"{ours.link_busy:.0%}"
-            fastest = f"{ours.best} of {ours.cells}"
-            lines.append([PARTS[part], *ends, fastest, f"{ours.computed:.0%}", busy])
-        head = ["x bound: median, worst", *SHOWN, f"{OURS} fastest", "computed", "link busy"]
-        parts.append(table(head, lines))
-        if own[0].label == "measured":
-            head = ["x bound, cell by cell", *ENDS, "the fastest other", OURS, f"{OURS}, ms"]
-            parts.append(table(head, map(_measured, by_cell(own))))
+            lines.append([PARTS[part], *ends, f"{ours.best} of {ours.cells}"])
+        parts.append(table(["x bound: median, worst", *SHOWN, "fastest"], lines))
     if not parts:
         return NOT_YET.capitalize() + "."
     return "\n\n".join([*parts, f"Run on {report['machine']}."])
@@ -845,36 +868,38 @@ def serve(results: Results) -> str:
         title = ". ".join(SERVING[part] for part in same)
         parts.append(f"{title}.\n\n{_served([row for row in rows if row.part in same])}")
     if reasons := report["advice"]["reasons"]:
-        parts.append("Recommended for this load: " + "; ".join(reasons) + ".")
+        settings = ", ".join(reason.partition(":")[0] for reason in reasons)
+        parts.append(f"Recommended for this load: {settings}.")
     return "\n\n".join([*parts, f"Run on {report['machine']}."])
 
 
+SHOWN_CLIENTS = (1, 4, 16, 100)
+"""Numbers of clients with a line where nothing else differs."""
+
+
 def _served(rows: list[Served]) -> str:
-    """A line for each load; for each system tokens/s, first tokens (p50 to p95), a token (p50)."""
-    systems = list(dict.fromkeys(row.baseline or "engine" for row in rows))
+    """A line for each load; for each system tokens/s, first tokens (p50 to p95), a token (p50).
+
+    Where the engine alone served, its schedulers are the columns.
+    """
+    systems = {row.baseline or "engine" for row in rows}
     lines: dict[tuple[str, int], dict[str, str]] = {}
     for row in rows:
-        system = row.baseline or "engine"
-        load = served_situation(row).removeprefix(system).removeprefix(", ")
+        column = row.baseline or "engine"
+        load = served_situation(row).removeprefix(column).removeprefix(", ")
+        if systems == {"engine"}:
+            column, _, load = load.partition(", ")
         first = f"{1e3 * row.ttft_p50_s:,.0f}-{1e3 * row.ttft_p95_s:,.0f}"
         line = lines.setdefault((load, row.concurrency), {})
-        line[system] = f"{row.tokens_per_s:,.0f}; {first}; {1e3 * row.tpot_p50_s:.1f}"
+        line[column] = f"{row.tokens_per_s:,.0f}; {first}; {1e3 * row.tpot_p50_s:.1f}"
+    columns = list(dict.fromkeys(name for line in lines.values() for name in line))
     named = any(load for load, _ in lines)
     cells = [
-        [*([load] if named else []), f"{clients}", *(line.get(name, "") for name in systems)]
+        [*([load] if named else []), f"{clients}", *(line.get(name, "") for name in columns)]
         for (load, clients), line in lines.items()
+        if named or clients in SHOWN_CLIENTS
     ]
-    return table([*(["load"] if named else []), "clients", *systems], cells)
-
-
-def _measured(cell: dict[str, Row]) -> list[str]:
-    """Return the times over the bound in one cell: of the ends, the fastest other and FlowKV."""
-    ours = cell[OURS]
-    where = f"{ours.model} on {ours.gpu}, {situation(ours)}"
-    ends = f"{1e3 * ours.ttft_min_s:,.0f} to {1e3 * ours.ttft_max_s:,.0f}"
-    others = min(row.bound_ratio for name, row in cell.items() if name != OURS)
-    ratios = (*(cell[name].bound_ratio for name in ENDS), others, ours.bound_ratio)
-    return [where, *(f"{ratio:.2f}" for ratio in ratios), f"{1e3 * ours.ttft_s:,.0f} ({ends})"]
+    return table([*(["load"] if named else []), "clients", *columns], cells)
 
 
 def _promised(lines: list[list[str]]) -> str:
