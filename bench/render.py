@@ -328,8 +328,6 @@ def landing(results: Results) -> str:
     real = Real(results)
     step, static = (f"tpot, {name} / attached" for name in ("DynamicCache", "StaticCache"))
     step, static = (f"{real.ratio(what, 4000):.3g} times" for what in (step, static))
-    alone, batch = (f"engine / {name}, 4 clients" for name in ("generate", "generate_batch"))
-    alone, batch = (f"{real.ratio(what, 256, 'cpu_ratio'):.3g}" for what in (alone, batch))
     lines = [
         ["first token of 2,048, asked again", real.sooner("asked again")],
         ["... in the next process, from disk", real.sooner("restarted")],
@@ -339,14 +337,9 @@ def landing(results: Results) -> str:
             f"{step} as fast as `DynamicCache`; {static} as `StaticCache`",
         ],
         [
-            "four clients through `flowkv.Engine`, for the same processor time",
-            f"{alone} times the tokens of `generate`; {batch} times those of `generate_batch`",
+            "`kv4c`, perplexity more than exact",
+            f"{real.lossy('kv4c')}; HF HQQ, 4 bits: {real.lossy('HF HQQ, 4 bits')}",
         ],
-        *(
-            [f"`{codec}`, perplexity more than exact", f"{real.lossy(codec)}; {peer}: {other}"]
-            for codec, peer in (("kv8", "HF HQQ, 8 bits"), ("kv4c", "HF HQQ, 4 bits"))
-            for other in (real.lossy(peer),)
-        ),
     ]
     for name, of in _on_gpus(results):
         token = f"{of('attached 2048/tpot_ms')} ms, with its own cache {of('plain 2048/tpot_ms')}"
@@ -380,7 +373,8 @@ def real_all(results: Results) -> str:
     ]
     if not rows:
         return NOT_YET.capitalize() + "."
-    timed, others = {}, []
+    others: list[str] = []
+    timed: dict[str, dict[int, str]] = {}
     engine: dict[str, dict[str, str]] = {}
     tokens = sorted({row["tokens"] for row in rows if _timed(row)})
     for row in rows:
@@ -401,9 +395,9 @@ def real_all(results: Results) -> str:
     head = ["plain ms, attached ms, ratio", *(f"{count:,} tokens" for count in tokens)]
     parts = [table(head, by_tokens), "\n".join(others)]
     if engine:
-        clients = list(dict.fromkeys(name for line in engine.values() for name in line))
-        by_clients = [[what, *map(line.get, clients)] for what, line in engine.items()]
-        parts.append(table(["ratio; of processor time", *clients], by_clients))
+        numbers = list(dict.fromkeys(name for line in engine.values() for name in line))
+        by_clients = [[what, *(line[name] for name in numbers)] for what, line in engine.items()]
+        parts.append(table(["ratio; of processor time", *numbers], by_clients))
     return "\n\n".join(parts)
 
 
@@ -800,6 +794,8 @@ def states(results: Results) -> str:
     for trace in dict.fromkeys(row["trace"] for row in rows):
         own = [row for row in rows if row["trace"] == trace and row["model"] == "qwen3-next"]
         rooms = list(dict.fromkeys(row["room"] for row in own))
+        if len(rooms) == 1:  # its bytes are in the last line
+            continue
         heads = ["any bytes" if not room else f"at most {room:.0%}" for room in rooms]
         cells = {(row["rule"], row["room"]): _state_cell(row) for row in own}
         rules = dict.fromkeys(row["rule"] for row in own)
@@ -824,14 +820,13 @@ def _state_cell(row: dict[str, Any]) -> str:
 def restore(results: Results) -> str:
     report = results.get("restore_cpu", {})
     rows = msgspec.convert(report.get("rows", []), list[Row])
-    found, parts = report.get("findings", []), []
+    found, parts, lines = report.get("findings", []), [], []
     for engine, title in ENGINES.items():
         own = [row for row in rows if row.engine == engine]
         if not own:
             continue
         promised = [_promise(row) for row in found if row["group"] == engine]
         parts.append(f"### {title} ({own[0].label})\n\n{_promised(promised)}")
-        lines = []
         for part in dict.fromkeys(row.part for row in own):
             mine = [row for row in own if row.part == part]
             told = {one.policy: one for one in summaries(mine)}
@@ -840,10 +835,11 @@ def restore(results: Results) -> str:
                 for one in map(told.get, SHOWN)
             ]
             ours = told[OURS]
-            lines.append([PARTS[part], *ends, f"{ours.best} of {ours.cells}"])
-        parts.append(table(["x bound: median, worst", *SHOWN, "fastest"], lines))
+            label = "" if own[0].label == "simulated" else f" ({own[0].label})"
+            lines.append([f"{PARTS[part]}{label}", *ends, f"{ours.best} of {ours.cells}"])
     if not parts:
         return NOT_YET.capitalize() + "."
+    parts.append(table(["x bound: median, worst", *SHOWN, "fastest"], lines))
     return "\n\n".join([*parts, f"Run on {report['machine']}."])
 
 
@@ -908,6 +904,7 @@ def _promised(lines: list[list[str]]) -> str:
     columns = dict(zip(head, zip(*lines, strict=True), strict=True))
     if len(lines) > 1 and len(set(columns["what"])) == 1:
         said.append(f"Figures: {columns.pop('what')[0]}.")
+        lines = [[on, "", *rest] for on, _, *rest in lines]
     if len(lines) > 1 and len(set(columns["target"])) == 1:
         said.append(f"Target: {columns.pop('target')[0]}.")
     if set(columns[""]) == {"met"}:
@@ -915,12 +912,19 @@ def _promised(lines: list[list[str]]) -> str:
         del columns[""]
     if not any(columns["note"]):
         del columns["note"]
-    if list(columns) == ["on", "what", "figure"] and len(said) > 1:
-        found = zip(*columns.values(), strict=True)
-        said.append("; ".join(f"{on}: {measured} {what}" for on, what, measured in found) + ".")
+    if "target" not in columns:
+        said.append("; ".join(map(_sentence, lines)) + ".")
         return " ".join(said)
     shown = table(columns, zip(*columns.values(), strict=True))
     return f"{' '.join(said)}\n\n{shown}" if said else shown
+
+
+def _sentence(line: list[str]) -> str:
+    """Return one promise of several with a common target."""
+    on, what, _, measured, met, note = line
+    more = ", ".join([met] * (met != "met") + [note] * bool(note))
+    name = ", ".join(filter(None, (on, what)))
+    return f"{name}: {measured} ({more})" if more else f"{name}: {measured}"
 
 
 def _promise(row: dict[str, Any]) -> list[str]:
