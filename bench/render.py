@@ -384,9 +384,9 @@ def real_all(results: Results) -> str:
             line = timed.setdefault(row["what"], dict.fromkeys(tokens, ""))
             line[row["tokens"]] = f"{wrong}{ms}, {between(row['ratio'], '')}"
         elif clients := re.search(r", (\d+ clients)", row["what"]):
-            line = engine.setdefault(row["what"].replace(clients[0], ""), {})
             ratios = f"{between(row['ratio'], '')}; {between(row['cpu_ratio'], '')}"
-            line[clients[1]] = f"{wrong}{ratios}"
+            way = engine.setdefault(row["what"].replace(clients[0], ""), {})
+            way[clients[1]] = f"{wrong}{ratios}"
         else:
             at = f", {row['tokens']:,} tokens" if "tokens" in row else ""
             less = "what", "tokens", "identical", "loaded_bytes", "rss_beyond_pool_mib"
