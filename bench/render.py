@@ -659,14 +659,11 @@ def architectures(results: Results) -> str:
         if way == "native":
             reason = next((words for part, words in _REASONS.items() if part in why), why)
             native.setdefault(reason, []).append(name)
-    unbuilt: dict[str, list[str]] = {}
-    for _, name, _, why, _, _, same in found:
-        if same is None:
-            unbuilt.setdefault(why.removeprefix("not built: "), []).append(name)
+    unbuilt = dict.fromkeys(row[1] for row in found if row[6] is None)
     dense = sorted({row[1] for row in found if row[2] == "dense"})
     listed = ["Left to their own caches, as the model:", "", *_by_reason(native)]
-    listed += ["", "Not built small:", "", *_by_reason(unbuilt)]
-    return "\n\n".join([table(head, lines), "\n".join(listed), f"Dense: {', '.join(dense)}."])
+    named = f"Dense: {', '.join(dense)}. Not built small: {', '.join(unbuilt)}."
+    return "\n\n".join([table(head, lines), "\n".join(listed), named])
 
 
 def _by_reason(names: dict[str, list[str]]) -> list[str]:
@@ -678,6 +675,8 @@ def quality(results: Results) -> str:
     report = results.get("quality_cpu", {})
     alike: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in [row for part in ("codecs", "auto") for row in report.get(part, {}).get("rows", [])]:
+        if row.get("target") is None and not row["codec"].endswith("lost"):
+            continue
         target = "" if row.get("target") is None else f"at most {row['target']}"
         alike.setdefault((row["task"], row["codec"], target), []).append(row)
     rows = [
@@ -793,7 +792,7 @@ def states(results: Results) -> str:
     parts = []
     for trace in dict.fromkeys(row["trace"] for row in rows):
         own = [row for row in rows if row["trace"] == trace and row["model"] == "qwen3-next"]
-        rooms = list(dict.fromkeys(row["room"] for row in own))
+        rooms = [room for room in (0.0, 0.01) if any(row["room"] == room for row in own)]
         if len(rooms) == 1:  # its bytes are in the last line
             continue
         heads = ["any bytes" if not room else f"at most {room:.0%}" for room in rooms]
@@ -934,7 +933,7 @@ def _promise(row: dict[str, Any]) -> list[str]:
         f"{row['sense']} {row['target']:.4g}",
         figure(row["measured"]),
         {True: "met", False: "**missed**", None: ""}[row["met"]],
-        row["note"],
+        row["note"].partition(";")[0],
     ]
 
 
