@@ -709,7 +709,7 @@ def ring(results: Results) -> str:
     found = results.get("ring_cpu", {}).get("rows", [])
     cells: dict[tuple[str, int], dict[str, list[str]]] = {}
     for row in found:
-        busy = f"{row['busy_of_crowded']['median']:.2f} ({row['busy_of_idle']['median']:.2f})"
+        busy = f"{row['busy_of_crowded']['median']:.2f}"
         cost = f"{row['cpu_of_fio']['median']:.2f}"
         ways = cells.setdefault((row["engine"], row["kib"]), {})
         ways[row["op"]] = [spread(row["of_fio"]), cost, busy]
@@ -730,16 +730,13 @@ def disk(results: Results) -> str:
         if way != "FlowKV" or what not in ("put", "get"):
             continue
         line = [what, f"{kib}", _disk_rates(row)]
-        for name in rivals:
-            line += [_disk_rates(cells.get((name, what, kib))), spread(row.get(f"x {name}"))]
+        line += [spread(row.get(f"x {name}")) for name in rivals]
         more = [cells.get((way, kind, kib)) for kind in ("deep", "busy") if what == "get"]
         rows.append([*line, *(_disk_rates(one) for one in more or (None, None))])
     if not rows:
         return NOT_YET.capitalize() + "."
     seconds = found["recovery_s"]
-    head = ["what", "KiB", "GB/s, CPU s/GB, of fio"]
-    for name in rivals:
-        head += [name, f"x {name}"]
+    head = ["what", "KiB", "GB/s, CPU s/GB, of fio", *(f"x {name}" for name in rivals)]
     return (
         f"{table([*head, 'deep', 'busy'], rows)}\n\nA store of {found['frames']:,} frames opens in"
         f" {seconds['median']:.2f} s ({seconds['min']:.2f} to {seconds['max']:.2f})."
