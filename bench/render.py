@@ -345,14 +345,6 @@ def landing(results: Results) -> str:
         token = f"{of('attached 2048/tpot_ms')} ms, with its own cache {of('plain 2048/tpot_ms')}"
         lines += [
             [f"an 8B model, {name}: a token at 2,048 tokens", token],
-            *(
-                [
-                    f"... first token of {n:,}, unseen; again",
-                    f"{of(f'attached {n}/ttft_ms')} ms; {of(f'attached {n} again/ttft_ms')}; "
-                    f"alone {of(f'plain {n}/ttft_ms')}",
-                ]
-                for n in (512, 32768)
-            ),
             [
                 "... 32 clients of `flowkv.Engine`",
                 f"{of('engine/tokens_per_s')} tokens/s; one static batch {of(whole.STATIC)},"
@@ -773,6 +765,8 @@ def policy(results: Results) -> str:
     report = results.get("policy_cpu", {})
     parts = []
     for group, title in GROUPS.items():
+        if group == "floor":  # newer replays: explain/policies.md
+            continue
         found = [row for row in report.get("findings", []) if row["group"] == group]
         if found:
             lines = [_promises(rows) for rows in _by_size(found)]
@@ -854,8 +848,10 @@ def serve(results: Results) -> str:
     rows = msgspec.convert(report["rows"], list[Served])
     compared: dict[tuple[str, ...], list[str]] = {}
     for part in dict.fromkeys(row.part for row in rows):
-        systems = dict.fromkeys(row.baseline or "engine" for row in rows if row.part == part)
-        compared.setdefault(tuple(systems), []).append(part)
+        own = [row for row in rows if row.part == part]
+        systems = dict.fromkeys(row.baseline or "engine" for row in own)
+        if len({(row.baseline, row.scheduler) for row in own}) > 1:
+            compared.setdefault(tuple(systems), []).append(part)
     for same in compared.values():
         title = ". ".join(SERVING[part] for part in same)
         parts.append(f"{title}.\n\n{_served([row for row in rows if row.part in same])}")
