@@ -427,7 +427,8 @@ def engines(results: Results) -> str:
         figures = {
             name: ", ".join(between(row[name], "") for row in rows)
             for name in rows[0]
-            if name not in ("what", "goal", "wrong", "prompts")
+            if name not in ("what", "goal", "wrong", "prompts", "p50", "cached", "all fits")
+            and not name.endswith(" ms")
         }
         measured = figures.pop("figure")
         more = "; ".join(f"{name.replace('_', ' ')} {values}" for name, values in figures.items())
