@@ -640,14 +640,14 @@ def architectures(results: Results) -> str:
     found = results.get("architectures", {}).get("rows", [])
     if not found:
         return NOT_YET.capitalize() + "."
-    head = ["architectures of", "all", "not built small", "other tokens", "with media", *_WAYS]
+    head = ["architectures of", "all", "other tokens", "with media", *_WAYS]
     lines = []
     for kind, words in _PROMPTS.items():
         rows = [row for row in found if row[0] == kind]
         sames = [row[6] for row in rows]
         ways = [str(sum(row[2] == way for row in rows)) for way in _WAYS]
         media = sum(bool(row[5]) for row in rows)
-        counts = [str(n) for n in (len(rows), sames.count(None), sames.count(False), media)]
+        counts = [str(n) for n in (len(rows), sames.count(False), media)]
         lines.append([words, *counts, *ways])
     native: dict[str, list[str]] = {}
     for _, name, way, why, *_ in found:
