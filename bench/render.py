@@ -917,7 +917,7 @@ def _promised(lines: list[list[str]]) -> str:
 def _sentence(line: list[str]) -> str:
     """Return one promise of several with a common target."""
     on, what, _, measured, met, note = line
-    more = ", ".join([met] * (met != "met") + [note] * bool(note))
+    more = "" if met == "met" else ", ".join(filter(None, (met, note)))
     name = ", ".join(filter(None, (on, what)))
     return f"{name}: {measured} ({more})" if more else f"{name}: {measured}"
 
