@@ -894,7 +894,10 @@ def _served(rows: list[Served]) -> str:
 
 
 def _promised(lines: list[list[str]]) -> str:
-    """Return promises as a table; what all of them share stands above it once."""
+    """Return promises as a table, or as a list where all are met or have one target.
+
+    What all of them share stands above it once.
+    """
     head, said = ["on", "what", "target", "figure", "", "note"], []
     columns = dict(zip(head, zip(*lines, strict=True), strict=True))
     if len(lines) > 1 and len(set(columns["what"])) == 1:
@@ -902,24 +905,27 @@ def _promised(lines: list[list[str]]) -> str:
         lines = [[on, "", *rest] for on, _, *rest in lines]
     if len(lines) > 1 and len(set(columns["target"])) == 1:
         said.append(f"Target: {columns.pop('target')[0]}.")
-    if set(columns[""]) == {"met"}:
+        lines = [[on, what, "", *rest] for on, what, _, *rest in lines]
+    if met := set(columns[""]) == {"met"}:
         said.append("All met." if len(lines) > 1 else "Met.")
         del columns[""]
+    if "target" not in columns:
+        return " ".join([*said, "; ".join(map(_sentence, lines)) + "."])
+    if met:
+        return " ".join(said) + "\n\n" + "\n".join(f"- {_sentence(line)}" for line in lines)
     if not any(columns["note"]):
         del columns["note"]
-    if "target" not in columns:
-        said.append("; ".join(map(_sentence, lines)) + ".")
-        return " ".join(said)
     shown = table(columns, zip(*columns.values(), strict=True))
     return f"{' '.join(said)}\n\n{shown}" if said else shown
 
 
 def _sentence(line: list[str]) -> str:
-    """Return one promise of several with a common target."""
-    on, what, _, measured, met, note = line
-    more = "" if met == "met" else ", ".join(filter(None, (met, note)))
+    """Return one promise; notes are those of a target of its own, or of a missed one."""
+    on, what, target, measured, met, note = line
+    more = [target, note] if target else [] if met == "met" else [met, note]
     name = ", ".join(filter(None, (on, what)))
-    return f"{name}: {measured} ({more})" if more else f"{name}: {measured}"
+    shown = "; ".join(filter(None, more))
+    return f"{name}: {measured} ({shown})" if shown else f"{name}: {measured}"
 
 
 def _promise(row: dict[str, Any]) -> list[str]:
