@@ -655,9 +655,8 @@ def architectures(results: Results) -> str:
             reason = next((words for part, words in _REASONS.items() if part in why), why)
             native.setdefault(reason, []).append(name)
     unbuilt = dict.fromkeys(row[1] for row in found if row[6] is None)
-    dense = sorted({row[1] for row in found if row[2] == "dense"})
     listed = ["Left to their own caches, as the model:", "", *_by_reason(native)]
-    named = f"Dense: {', '.join(dense)}. Not built small: {', '.join(unbuilt)}."
+    named = f"Not built small: {', '.join(unbuilt)}."
     return "\n\n".join([table(head, lines), "\n".join(listed), named])
 
 
