@@ -865,6 +865,8 @@ def serve(results: Results) -> str:
 
 SHOWN_CLIENTS = (1, 4, 16, 100)
 """Numbers of clients with a line where nothing else differs."""
+HIDDEN_LOADS = ("25% shared", "75% shared")
+"""Loads between two others, without a line."""
 
 
 def _served(rows: list[Served]) -> str:
@@ -887,7 +889,7 @@ def _served(rows: list[Served]) -> str:
     cells = [
         [*([load] if named else []), f"{clients}", *(line.get(name, "") for name in columns)]
         for (load, clients), line in lines.items()
-        if named or clients in SHOWN_CLIENTS
+        if load not in HIDDEN_LOADS and (named or clients in SHOWN_CLIENTS)
     ]
     return table([*(["load"] if named else []), "clients", *columns], cells)
 
