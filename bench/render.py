@@ -25,9 +25,8 @@ from bench.plots import plots
 from bench.policy.finding import GROUPS
 from bench.restore.promise import GROUPS as ENGINES
 from bench.restore.protocol import PARTS
-from bench.restore.report import situation
 from bench.restore.row import OURS, Row
-from bench.restore.table import by_cell, summaries
+from bench.restore.table import summaries
 from bench.serve.promise import GROUPS as SERVED
 from bench.serve.protocol import PARTS as SERVING
 from bench.serve.report import situation as served_situation
@@ -45,8 +44,6 @@ PAGES = [
 ]
 RESULTS = ROOT / "bench" / "results"
 NOT_YET = "not measured yet"
-ENDS = ("recompute", "load")
-"""Policies that restore in one way only."""
 SHOWN = ("recompute", "load-layers", "cake", "two-pointer-v1", "staircase", OURS)
 """Policies with a column in the tables of restores."""
 
@@ -255,14 +252,9 @@ def real(results: Results) -> str:
         ["the very first call", "CPU time to attach; to answer", "; ".join(compiled)],
         *coded,
     ]
-    runs = "; ".join(
-        f"{part}: " + ", ".join(f"{name} {between(value, '')}" for name, value in run.items())
-        for part, run in report.get("runs", {}).items()
-        if "," not in part  # of another dtype
-    )
     about = (
         f"{report['model']}, float32, on {report['cpus']} processors; medians, least to most."
-        f" {runs[:1].upper()}{runs[1:]}. Quality: over {of('quality, kv8', 'tokens', '')} tokens."
+        f" Perplexity: over {of('quality, kv8', 'tokens', '')} tokens."
         if report["parts"]
         else NOT_YET.capitalize() + "."
     )
@@ -336,8 +328,6 @@ def landing(results: Results) -> str:
     real = Real(results)
     step, static = (f"tpot, {name} / attached" for name in ("DynamicCache", "StaticCache"))
     step, static = (f"{real.ratio(what, 4000):.3g} times" for what in (step, static))
-    alone, batch = (f"engine / {name}, 4 clients" for name in ("generate", "generate_batch"))
-    alone, batch = (f"{real.ratio(what, 256, 'cpu_ratio'):.3g}" for what in (alone, batch))
     lines = [
         ["first token of 2,048, asked again", real.sooner("asked again")],
         ["... in the next process, from disk", real.sooner("restarted")],
@@ -347,27 +337,14 @@ def landing(results: Results) -> str:
             f"{step} as fast as `DynamicCache`; {static} as `StaticCache`",
         ],
         [
-            "four clients through `flowkv.Engine`, for the same processor time",
-            f"{alone} times the tokens of `generate`; {batch} times those of `generate_batch`",
+            "`kv4c`, perplexity more than exact",
+            f"{real.lossy('kv4c')}; HF HQQ, 4 bits: {real.lossy('HF HQQ, 4 bits')}",
         ],
-        *(
-            [f"`{codec}`, perplexity more than exact", f"{real.lossy(codec)}; {peer}: {other}"]
-            for codec, peer in (("kv8", "HF HQQ, 8 bits"), ("kv4c", "HF HQQ, 4 bits"))
-            for other in (real.lossy(peer),)
-        ),
     ]
     for name, of in _on_gpus(results):
         token = f"{of('attached 2048/tpot_ms')} ms, with its own cache {of('plain 2048/tpot_ms')}"
         lines += [
             [f"an 8B model, {name}: a token at 2,048 tokens", token],
-            *(
-                [
-                    f"... first token of {n:,}, unseen; again",
-                    f"{of(f'attached {n}/ttft_ms')} ms; {of(f'attached {n} again/ttft_ms')}; "
-                    f"alone {of(f'plain {n}/ttft_ms')}",
-                ]
-                for n in (512, 32768)
-            ),
             [
                 "... 32 clients of `flowkv.Engine`",
                 f"{of('engine/tokens_per_s')} tokens/s; one static batch {of(whole.STATIC)},"
@@ -388,21 +365,32 @@ def real_all(results: Results) -> str:
     ]
     if not rows:
         return NOT_YET.capitalize() + "."
-    timed, others = {}, []
+    others: list[str] = []
+    timed: dict[str, dict[int, str]] = {}
+    engine: dict[str, dict[str, str]] = {}
     tokens = sorted({row["tokens"] for row in rows if _timed(row)})
     for row in rows:
+        wrong = "**other tokens**, " if row.get("identical") is False else ""
         if _timed(row):
-            wrong = "" if row["identical"] else "**other tokens**, "
             ms = f"{_middle(row['plain_ms'])}, {_middle(row['attached_ms'])}"
             line = timed.setdefault(row["what"], dict.fromkeys(tokens, ""))
             line[row["tokens"]] = f"{wrong}{ms}, {between(row['ratio'], '')}"
+        elif clients := re.search(r", (\d+ clients)", row["what"]):
+            ratios = f"{between(row['ratio'], '')}; {between(row['cpu_ratio'], '')}"
+            way = engine.setdefault(row["what"].replace(clients[0], ""), {})
+            way[clients[1]] = f"{wrong}{ratios}"
         else:
-            wrong = ["**other tokens**"] * (row.get("identical") is False)
-            named = _named(row, "what", "tokens", "identical", "loaded_bytes")
-            others.append([row["what"], f"{row.get('tokens', 0):,}", ", ".join([*wrong, *named])])
+            at = f", {row['tokens']:,} tokens" if "tokens" in row else ""
+            less = "what", "tokens", "identical", "loaded_bytes", "rss_beyond_pool_mib"
+            others.append(f"- {row['what']}{at}: {wrong}{', '.join(_named(row, *less))}")
     by_tokens = [[what, *line.values()] for what, line in timed.items()]
     head = ["plain ms, attached ms, ratio", *(f"{count:,} tokens" for count in tokens)]
-    return f"{table(head, by_tokens)}\n\n{table(['what', 'tokens', 'figures'], others)}"
+    parts = [table(head, by_tokens), "\n".join(others)]
+    if engine:
+        numbers = list(dict.fromkeys(name for line in engine.values() for name in line))
+        by_clients = [[what, *(line[name] for name in numbers)] for what, line in engine.items()]
+        parts.append(table(["ratio; of processor time", *numbers], by_clients))
+    return "\n\n".join(parts)
 
 
 def _timed(row: dict[str, Any]) -> bool:
@@ -426,17 +414,26 @@ def _said(value: Any) -> str:
 
 @block
 def engines(results: Results) -> str:
-    """FlowKV inside vLLM."""
-    lines = [
-        [
-            row["what"],
-            row["goal"],
-            between(row["figure"], ""),
-            ", ".join(_named(row, "what", "goal", "figure")),
-        ]
-        for part in results.get("engines_cpu", {"parts": {}})["parts"].values()
-        for row in part
-    ]
+    """FlowKV inside vLLM; rows that differ in a percentage of their names alone are one line."""
+    alike: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for part in results.get("engines_cpu", {"parts": {}})["parts"].values():
+        for row in part:
+            size = re.search(r"(?<= at )\d+(?= %)", row["what"])
+            base = row["what"].replace(size[0], "N", 1) if size else row["what"]
+            alike.setdefault(base, []).append((size[0] if size else "", row))
+    lines = []
+    for base, same in alike.items():
+        sizes, rows = zip(*same, strict=True)
+        figures = {
+            name: ", ".join(between(row[name], "") for row in rows)
+            for name in rows[0]
+            if name not in ("what", "goal", "wrong", "prompts", "p50", "cached", "all fits")
+            and not name.endswith(" ms")
+        }
+        measured = figures.pop("figure")
+        more = "; ".join(f"{name.replace('_', ' ')} {values}" for name, values in figures.items())
+        what = base.replace("N", "/".join(sizes), 1) if sizes[0] else base
+        lines.append([what, rows[0]["goal"], measured, more])
     return (
         table(["what", "goal", "measured", "more"], lines) if lines else NOT_YET.capitalize() + "."
     )
@@ -473,18 +470,16 @@ def targets(results: Results) -> str:
     devices = [Device(report) for report in reports] or [Device(None)]
     names = [report["device"] for report in reports] or ["measured"]
     columns = [goals(device) for device in devices]
-    rows, missing = [], []
+    rows, missing = [], 0
     for i, (what, target, _, _) in enumerate(columns[0]):
         cells = [figure(column[i][2], column[i][3]) for column in columns]
         if reports and all(column[i][2] is None for column in columns):
-            case = what.partition(",")[0]
-            told = what if any(row[0].startswith(f"{case},") for row in rows) else case
-            missing.append(told.removeprefix("... "))
+            missing += 1
         else:
             rows.append([what, target, *cells])
     text = table(["what", "target", *names], rows)
     if missing:
-        text = f"{text}\n\n{NOT_YET.capitalize()}: {'; '.join(dict.fromkeys(missing))}."
+        text = f"{text}\n\n{missing} more targets are {NOT_YET}."
     return text
 
 
@@ -510,7 +505,7 @@ def _gpu(report: dict[str, Any]) -> str:
     for row in report["results"]:
         if "us" not in row:
             verdict = "**wrong**" if row.get("wrong") else row.get("failed", NOT_YET)
-            rows.append([row["case"], verdict, "", "", ""])
+            rows.append([row["case"], verdict, "", ""])
             continue
         shares = [(row[name], name) for name in row if name.startswith("of_") and row[name]]
         share, name = max(shares, default=(None, ""))
@@ -521,11 +516,27 @@ def _gpu(report: dict[str, Any]) -> str:
                 others.append(f"{name} {figure(rival['times'])}x")
             else:
                 skipped.setdefault(rival["skipped"], set()).add(name)
-        times = figure(row["times"], "x") if "times" in row else ""
-        rows.append([row["case"], figure(row["us"]), shown, times, ", ".join(others)])
-    head = f"{head}\n\n" + table(["case", "us", "of its ceiling", "times", "others take"], rows)
+        rows.append([row["case"], figure(row["us"]), shown, ", ".join(others)])
+    columns = ["case", "us", "of its ceiling", "others take"]
+    head = f"{head}\n\n" + table(columns, _by_kind(rows))
     notes = "\n".join(f"- {'; '.join(sorted(skipped[why]))}: {why}" for why in sorted(skipped))
     return f"{head}\n\nSkipped:\n\n{notes}" if notes else head
+
+
+def _by_kind(rows: list[list[str]]) -> list[list[str]]:
+    """Return measured cases that differ in a codec or a size alone as one line each."""
+    alike: dict[str, list[list[str]]] = {}
+    for case, us, *rest in rows:
+        kind = re.search(r" (kv8|k8v4|kv4[ch]|raw)$|^\d+(?= KiB)", case)
+        measured = us.replace(",", "").replace(".", "").isdigit()
+        base = case.replace(kind[0], " N" if kind[1] else "N", 1) if kind and measured else case
+        alike.setdefault(base, []).append([kind[0].strip() if kind else "", us, *rest])
+    return [
+        [base.replace("N", "/".join(kinds), 1) if kinds[0] else base]
+        + ["; ".join(filter(None, cells)) for cells in others]
+        for base, same in alike.items()
+        for kinds, *others in (list(zip(*same, strict=True)),)
+    ]
 
 
 @block
@@ -584,15 +595,24 @@ def cold(results: Results) -> str:
 
 @block
 def longtasks(results: Results) -> str:
-    found, hidden = results.get("longtasks_cpu", {}).get("tables", []), ("context", "tokens")
-    shown = [[i for i, name in enumerate(head) if name not in hidden] for head, _ in found]
-    return (
-        "\n\n".join(
-            table([head[i] for i in cells], ([row[i] for i in cells] for row in rows))
-            for (head, rows), cells in zip(found, shown, strict=True)
-        )
-        or NOT_YET
-    )
+    """For each text and way: divergence, share of same tokens and perplexity."""
+    parts = []
+    for head, rows in results.get("longtasks_cpu", {}).get("tables", []):
+        lines: dict[str, dict[str, str]] = {}
+        widest = 0.0
+        for row in rows:
+            cell = dict(zip(head, row, strict=True))
+            bits = f", {cell['bits']} bits" * bool(cell["bits"])
+            kl, *ends = (float(number.strip("[],")) for number in cell["KL"].split())
+            widest = max(widest, *(abs(end - kl) / kl for end in ends))
+            same = cell["same token"].partition(" ")[0]
+            shown = f"{kl:.3g}, {same}, {cell['ppl'].replace(' ', '')}"
+            lines.setdefault(f"{cell['way']}{bits}", {})[cell["text"]] = shown
+        texts = list(dict.fromkeys(row[0] for row in rows))
+        ways = [[way, *(line.get(text, "") for text in texts)] for way, line in lines.items()]
+        parts.append(table(["KL, same token, ppl", *texts], ways))
+        parts.append(f"95% intervals of KL, by bootstrap over prompts: at most {widest:.0%} off.")
+    return "\n\n".join(parts) or NOT_YET
 
 
 _WAYS = "pages", "pages and dense", "dense", "native"
@@ -620,28 +640,24 @@ def architectures(results: Results) -> str:
     found = results.get("architectures", {}).get("rows", [])
     if not found:
         return NOT_YET.capitalize() + "."
-    head = ["architectures of", "all", "not built small", "other tokens", "with media", *_WAYS]
+    head = ["architectures of", "all", "other tokens", "with media", *_WAYS]
     lines = []
     for kind, words in _PROMPTS.items():
         rows = [row for row in found if row[0] == kind]
         sames = [row[6] for row in rows]
         ways = [str(sum(row[2] == way for row in rows)) for way in _WAYS]
         media = sum(bool(row[5]) for row in rows)
-        counts = [str(n) for n in (len(rows), sames.count(None), sames.count(False), media)]
+        counts = [str(n) for n in (len(rows), sames.count(False), media)]
         lines.append([words, *counts, *ways])
     native: dict[str, list[str]] = {}
     for _, name, way, why, *_ in found:
         if way == "native":
             reason = next((words for part, words in _REASONS.items() if part in why), why)
             native.setdefault(reason, []).append(name)
-    unbuilt: dict[str, list[str]] = {}
-    for _, name, _, why, _, _, same in found:
-        if same is None:
-            unbuilt.setdefault(why.removeprefix("not built: "), []).append(name)
-    dense = sorted({row[1] for row in found if row[2] == "dense"})
+    unbuilt = dict.fromkeys(row[1] for row in found if row[6] is None)
     listed = ["Left to their own caches, as the model:", "", *_by_reason(native)]
-    listed += ["", "Not built small:", "", *_by_reason(unbuilt)]
-    return "\n\n".join([table(head, lines), "\n".join(listed), f"Dense: {', '.join(dense)}."])
+    named = f"Not built small: {', '.join(unbuilt)}."
+    return "\n\n".join([table(head, lines), "\n".join(listed), named])
 
 
 def _by_reason(names: dict[str, list[str]]) -> list[str]:
@@ -653,6 +669,8 @@ def quality(results: Results) -> str:
     report = results.get("quality_cpu", {})
     alike: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in [row for part in ("codecs", "auto") for row in report.get(part, {}).get("rows", [])]:
+        if row.get("target") is None and not row["codec"].endswith("lost"):
+            continue
         target = "" if row.get("target") is None else f"at most {row['target']}"
         alike.setdefault((row["task"], row["codec"], target), []).append(row)
     rows = [
@@ -662,12 +680,11 @@ def quality(results: Results) -> str:
             ", ".join(f"{row['page_size']}" for row in same),
             ", ".join(map(difference, same)),
             ", ".join(figure(row["bytes_of_float32"], "x") for row in same),
-            ", ".join(figure(row["bytes_of_16_bits"], "x") for row in same),
             target,
         ]
         for (task, codec, target), same in alike.items()
     ]
-    head = ["bits per byte of", "codec", "page", "more than raw", "smaller", "of 16 bits", "target"]
+    head = ["bits per byte of", "codec", "page", "more than raw", "smaller", "target"]
     return table(head, rows) if rows else NOT_YET.capitalize() + "."
 
 
@@ -686,7 +703,7 @@ def ring(results: Results) -> str:
     found = results.get("ring_cpu", {}).get("rows", [])
     cells: dict[tuple[str, int], dict[str, list[str]]] = {}
     for row in found:
-        busy = f"{row['busy_of_crowded']['median']:.2f} ({row['busy_of_idle']['median']:.2f})"
+        busy = f"{row['busy_of_crowded']['median']:.2f}"
         cost = f"{row['cpu_of_fio']['median']:.2f}"
         ways = cells.setdefault((row["engine"], row["kib"]), {})
         ways[row["op"]] = [spread(row["of_fio"]), cost, busy]
@@ -707,16 +724,13 @@ def disk(results: Results) -> str:
         if way != "FlowKV" or what not in ("put", "get"):
             continue
         line = [what, f"{kib}", _disk_rates(row)]
-        for name in rivals:
-            line += [_disk_rates(cells.get((name, what, kib))), spread(row.get(f"x {name}"))]
+        line += [spread(row.get(f"x {name}")) for name in rivals]
         more = [cells.get((way, kind, kib)) for kind in ("deep", "busy") if what == "get"]
         rows.append([*line, *(_disk_rates(one) for one in more or (None, None))])
     if not rows:
         return NOT_YET.capitalize() + "."
     seconds = found["recovery_s"]
-    head = ["what", "KiB", "GB/s, CPU s/GB, of fio"]
-    for name in rivals:
-        head += [name, f"x {name}"]
+    head = ["what", "KiB", "GB/s, CPU s/GB, of fio", *(f"x {name}" for name in rivals)]
     return (
         f"{table([*head, 'deep', 'busy'], rows)}\n\nA store of {found['frames']:,} frames opens in"
         f" {seconds['median']:.2f} s ({seconds['min']:.2f} to {seconds['max']:.2f})."
@@ -753,6 +767,8 @@ def policy(results: Results) -> str:
     report = results.get("policy_cpu", {})
     parts = []
     for group, title in GROUPS.items():
+        if group == "floor":  # newer replays: explain/policies.md
+            continue
         found = [row for row in report.get("findings", []) if row["group"] == group]
         if found:
             lines = [_promises(rows) for rows in _by_size(found)]
@@ -769,7 +785,9 @@ def states(results: Results) -> str:
     parts = []
     for trace in dict.fromkeys(row["trace"] for row in rows):
         own = [row for row in rows if row["trace"] == trace and row["model"] == "qwen3-next"]
-        rooms = list(dict.fromkeys(row["room"] for row in own))
+        rooms = [room for room in (0.0, 0.01) if any(row["room"] == room for row in own)]
+        if len(rooms) == 1:  # its bytes are in the last line
+            continue
         heads = ["any bytes" if not room else f"at most {room:.0%}" for room in rooms]
         cells = {(row["rule"], row["room"]): _state_cell(row) for row in own}
         rules = dict.fromkeys(row["rule"] for row in own)
@@ -779,12 +797,11 @@ def states(results: Results) -> str:
     by_model: dict[str, list[str]] = {}
     for row in rows:
         if row["rule"] == "auto" and not row["room"]:
-            by_model.setdefault(row["model"], []).append(_state_cell(row))
+            by_model.setdefault(row["model"], []).append(f"{row['bytes']:.2%}")
     if not parts:
         return NOT_YET.capitalize() + "."
-    head = ["`auto`, any bytes", *dict.fromkeys(row["trace"] for row in rows)]
-    parts.append(table(head, ([name, *cells] for name, cells in by_model.items())))
-    return "\n\n".join(parts)
+    models = "; ".join(f"{name} {', '.join(cells)}" for name, cells in by_model.items())
+    return "\n\n".join([*parts, f"Bytes of `auto` at any bytes, trace by trace: {models}."])
 
 
 def _state_cell(row: dict[str, Any]) -> str:
@@ -795,14 +812,13 @@ def _state_cell(row: dict[str, Any]) -> str:
 def restore(results: Results) -> str:
     report = results.get("restore_cpu", {})
     rows = msgspec.convert(report.get("rows", []), list[Row])
-    found, parts = report.get("findings", []), []
+    found, parts, lines = report.get("findings", []), [], []
     for engine, title in ENGINES.items():
         own = [row for row in rows if row.engine == engine]
         if not own:
             continue
         promised = [_promise(row) for row in found if row["group"] == engine]
         parts.append(f"### {title} ({own[0].label})\n\n{_promised(promised)}")
-        lines = []
         for part in dict.fromkeys(row.part for row in own):
             mine = [row for row in own if row.part == part]
             told = {one.policy: one for one in summaries(mine)}
@@ -811,16 +827,11 @@ def restore(results: Results) -> str:
                 for one in map(told.get, SHOWN)
             ]
             ours = told[OURS]
-            busy = "" if ours.link_busy is None else f"{ours.link_busy:.0%}"
-            fastest = f"{ours.best} of {ours.cells}"
-            lines.append([PARTS[part], *ends, fastest, f"{ours.computed:.0%}", busy])
-        head = ["x bound: median, worst", *SHOWN, f"{OURS} fastest", "computed", "link busy"]
-        parts.append(table(head, lines))
-        if own[0].label == "measured":
-            head = ["x bound, cell by cell", *ENDS, "the fastest other", OURS, f"{OURS}, ms"]
-            parts.append(table(head, map(_measured, by_cell(own))))
+            label = "" if own[0].label == "simulated" else f" ({own[0].label})"
+            lines.append([f"{PARTS[part]}{label}", *ends, f"{ours.best} of {ours.cells}"])
     if not parts:
         return NOT_YET.capitalize() + "."
+    parts.append(table(["x bound: median, worst", *SHOWN, "fastest"], lines))
     return "\n\n".join([*parts, f"Run on {report['machine']}."])
 
 
@@ -839,63 +850,83 @@ def serve(results: Results) -> str:
     rows = msgspec.convert(report["rows"], list[Served])
     compared: dict[tuple[str, ...], list[str]] = {}
     for part in dict.fromkeys(row.part for row in rows):
-        systems = dict.fromkeys(row.baseline or "engine" for row in rows if row.part == part)
-        compared.setdefault(tuple(systems), []).append(part)
+        own = [row for row in rows if row.part == part]
+        systems = dict.fromkeys(row.baseline or "engine" for row in own)
+        if len({(row.baseline, row.scheduler) for row in own}) > 1:
+            compared.setdefault(tuple(systems), []).append(part)
     for same in compared.values():
         title = ". ".join(SERVING[part] for part in same)
         parts.append(f"{title}.\n\n{_served([row for row in rows if row.part in same])}")
     if reasons := report["advice"]["reasons"]:
-        parts.append("Recommended for this load: " + "; ".join(reasons) + ".")
+        settings = ", ".join(reason.partition(":")[0] for reason in reasons)
+        parts.append(f"Recommended for this load: {settings}.")
     return "\n\n".join([*parts, f"Run on {report['machine']}."])
 
 
+SHOWN_CLIENTS = (1, 4, 16, 100)
+"""Numbers of clients with a line where nothing else differs."""
+HIDDEN_LOADS = ("25% shared", "75% shared")
+"""Loads between two others, without a line."""
+
+
 def _served(rows: list[Served]) -> str:
-    """A line for each load; for each system tokens/s, first tokens (p50 to p95), a token (p50)."""
-    systems = list(dict.fromkeys(row.baseline or "engine" for row in rows))
+    """A line for each load; for each system tokens/s, first tokens (p50 to p95), a token (p50).
+
+    Where the engine alone served, its schedulers are the columns.
+    """
+    systems = {row.baseline or "engine" for row in rows}
     lines: dict[tuple[str, int], dict[str, str]] = {}
     for row in rows:
-        system = row.baseline or "engine"
-        load = served_situation(row).removeprefix(system).removeprefix(", ")
+        column = row.baseline or "engine"
+        load = served_situation(row).removeprefix(column).removeprefix(", ")
+        if systems == {"engine"}:
+            column, _, load = load.partition(", ")
         first = f"{1e3 * row.ttft_p50_s:,.0f}-{1e3 * row.ttft_p95_s:,.0f}"
         line = lines.setdefault((load, row.concurrency), {})
-        line[system] = f"{row.tokens_per_s:,.0f}; {first}; {1e3 * row.tpot_p50_s:.1f}"
+        line[column] = f"{row.tokens_per_s:,.0f}; {first}; {1e3 * row.tpot_p50_s:.1f}"
+    columns = list(dict.fromkeys(name for line in lines.values() for name in line))
     named = any(load for load, _ in lines)
     cells = [
-        [*([load] if named else []), f"{clients}", *(line.get(name, "") for name in systems)]
+        [*([load] if named else []), f"{clients}", *(line.get(name, "") for name in columns)]
         for (load, clients), line in lines.items()
+        if load not in HIDDEN_LOADS and (named or clients in SHOWN_CLIENTS)
     ]
-    return table([*(["load"] if named else []), "clients", *systems], cells)
-
-
-def _measured(cell: dict[str, Row]) -> list[str]:
-    """Return the times over the bound in one cell: of the ends, the fastest other and FlowKV."""
-    ours = cell[OURS]
-    where = f"{ours.model} on {ours.gpu}, {situation(ours)}"
-    ends = f"{1e3 * ours.ttft_min_s:,.0f} to {1e3 * ours.ttft_max_s:,.0f}"
-    others = min(row.bound_ratio for name, row in cell.items() if name != OURS)
-    ratios = (*(cell[name].bound_ratio for name in ENDS), others, ours.bound_ratio)
-    return [where, *(f"{ratio:.2f}" for ratio in ratios), f"{1e3 * ours.ttft_s:,.0f} ({ends})"]
+    return table([*(["load"] if named else []), "clients", *columns], cells)
 
 
 def _promised(lines: list[list[str]]) -> str:
-    """Return promises as a table; what all of them share stands above it once."""
+    """Return promises as a table, or as a list where all are met or have one target.
+
+    What all of them share stands above it once.
+    """
     head, said = ["on", "what", "target", "figure", "", "note"], []
     columns = dict(zip(head, zip(*lines, strict=True), strict=True))
     if len(lines) > 1 and len(set(columns["what"])) == 1:
         said.append(f"Figures: {columns.pop('what')[0]}.")
+        lines = [[on, "", *rest] for on, _, *rest in lines]
     if len(lines) > 1 and len(set(columns["target"])) == 1:
         said.append(f"Target: {columns.pop('target')[0]}.")
-    if set(columns[""]) == {"met"}:
+        lines = [[on, what, "", *rest] for on, what, _, *rest in lines]
+    if met := set(columns[""]) == {"met"}:
         said.append("All met." if len(lines) > 1 else "Met.")
         del columns[""]
+    if "target" not in columns:
+        return " ".join([*said, "; ".join(map(_sentence, lines)) + "."])
+    if met:
+        return " ".join(said) + "\n\n" + "\n".join(f"- {_sentence(line)}" for line in lines)
     if not any(columns["note"]):
         del columns["note"]
-    if list(columns) == ["on", "what", "figure"] and len(said) > 1:
-        found = zip(*columns.values(), strict=True)
-        said.append("; ".join(f"{on}: {measured} {what}" for on, what, measured in found) + ".")
-        return " ".join(said)
     shown = table(columns, zip(*columns.values(), strict=True))
     return f"{' '.join(said)}\n\n{shown}" if said else shown
+
+
+def _sentence(line: list[str]) -> str:
+    """Return one promise; notes are those of a target of its own, or of a missed one."""
+    on, what, target, measured, met, note = line
+    more = [target, note] if target else [] if met == "met" else [met, note]
+    name = ", ".join(filter(None, (on, what)))
+    shown = "; ".join(filter(None, more))
+    return f"{name}: {measured} ({shown})" if shown else f"{name}: {measured}"
 
 
 def _promise(row: dict[str, Any]) -> list[str]:
@@ -905,7 +936,7 @@ def _promise(row: dict[str, Any]) -> list[str]:
         f"{row['sense']} {row['target']:.4g}",
         figure(row["measured"]),
         {True: "met", False: "**missed**", None: ""}[row["met"]],
-        row["note"],
+        row["note"].partition(";")[0],
     ]
 
 
