@@ -291,7 +291,10 @@ class Doubled:
 
 @pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
 def test_results_of_classes_with_code_are_only_computed(seeds: tuple[int, int]) -> None:
-    with remember(lambda x: Doubled(x), key="doubled") as remembered:
+    def doubled(x: torch.Tensor) -> Doubled:
+        return Doubled(x)
+
+    with remember(doubled, key="doubled") as remembered:
         assert torch.equal(remembered(rows(1)).x, rows(1) * 2)
         for _ in range(2):
             assert torch.equal(remembered(rows(*seeds)).x, rows(*seeds) * 2)
