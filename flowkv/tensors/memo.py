@@ -31,6 +31,7 @@ from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StateError, StoreError, UnsupportedModelError
 from flowkv.core.interrupts import cover
 from flowkv.core.keys import tenant_salt
+from flowkv.kernels.operands import GPUS
 from flowkv.naming.fingerprint import UnnamedError
 from flowkv.naming.identity import SMALL_BYTES, Identity, drawn, modes
 from flowkv.observe.events import Closing, Remembered
@@ -125,7 +126,8 @@ class _Question:
                 self.devices.setdefault(leaf.device.type, leaf.device)
         self.infos = [info_of(leaf, rows=i in self.batched) for i, leaf in enumerate(self.leaves)]
         kinds = sorted({*self.devices, *places, torch.get_default_device().type, "cpu"})
-        casts = [(k, str(torch.get_autocast_dtype(k))) for k in kinds if _autocasts(k)]
+        able = sorted({*kinds, *GPUS})  # a function may move its inputs
+        casts = [(k, str(torch.get_autocast_dtype(k))) for k in able if _autocasts(k)]
         dtype = str(torch.get_default_dtype())
         said = msgspec.msgpack.encode(
             [self.arguments, sorted(self.batched), self.infos, casts, kinds, dtype]

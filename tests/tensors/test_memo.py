@@ -344,6 +344,21 @@ def test_rows_are_computed_where_the_system_has_no_thread(monkeypatch: pytest.Mo
         assert remembered.stats()["found"] == 2
 
 
+def test_functions_that_move_their_inputs_obey_autocast_there() -> None:
+    def moves(x: torch.Tensor) -> torch.Tensor:  # to a GPU, which casts
+        return x * (2 if torch.is_autocast_enabled("cuda") else 1)
+
+    with remember(moves, key="moves") as remembered:
+        remembered(rows(1))
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            assert torch.equal(remembered(rows(1)), rows(1) * 2)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+        assert torch.equal(remembered(rows(1)), rows(1))
+        assert remembered.stats()["found"] == 1
+
+
 # ---- what is not
 
 
