@@ -455,12 +455,13 @@ class Planner:
         """Copy the page that the next token is written to if it is shared or encoded."""
         page_nos, filled = (part.tolist() for part in np.divmod(seq.lengths, self.page_size))
         if any(filled):
-            fixed = [n > 0 and self._fixed(seq, g, page_nos[g]) for g, n in enumerate(filled)]
-            own = [(g, page) for g, pages in enumerate(self.allocate_raw(fixed)) for page in pages]
+            fixed = [int(n and self._fixed(seq, g, page_nos[g])) for g, n in enumerate(filled)]
+            taken = self._most_raw([seq], fixed)
+            own = [(g, page) for g, pages in enumerate(taken) for page in pages]
             try:
                 for g, page in own:
                     self.thaw(g, int(self.tables.pages[g][seq.row, page_nos[g]]), page)
-            except NonFiniteError:
+            except BaseException:
                 for g, page in own:
                     self.store.pool(g).release(page)
                 raise
@@ -567,7 +568,7 @@ class Planner:
                     f"cutting {now - length} tokens reaches behind the sliding window",
                     f"Cut at most {WINDOW_SLACK_TOKENS} tokens, or open the prompt anew",
                 )
-        if seq.away and length % size and self.tables.pages[0][seq.row, length // size] < 0:
+        if length % size and any(page[seq.row, length // size] < 0 for page in self.tables.pages):
             self.whole(seq)
         for g in range(len(seq.blocks)):
             self._cut(seq, g, -(-length // size))
@@ -905,22 +906,21 @@ class Planner:
 
     def _grow(self, seqs: list[Sequence], have: list[list[int]], wanted: list[list[int]]) -> None:
         counts = [sum(of_rows) for of_rows in wanted]
-        if self.overflow is not None:
-            self.overflow.make_room(seqs, {(g, 0): n for g, n in enumerate(counts)})
-        pages = self._most_raw(counts)
-        for g, fresh in enumerate(pages):
+        for g, fresh in enumerate(self._most_raw(seqs, counts)):
             for seq, first, count in zip(seqs, have[g], wanted[g], strict=True):
                 taken, fresh = fresh[:count], fresh[count:]
                 self.tables.pages[g][seq.row, first : first + count] = taken
                 seq.blocks[g][first : first + count] = [None] * count
         self.tables.mark_changed()
 
-    def _most_raw(self, counts: list[int]) -> list[list[int]]:
-        """Allocate raw pages; move others below the device while it is full of other sizes.
+    def _most_raw(self, seqs: list[Sequence], counts: list[int]) -> list[list[int]]:
+        """Allocate raw pages for sequences; move others below the device while it is full.
 
         Raises:
             CapacityError: The pages do not fit.
         """
+        if self.overflow is not None:
+            self.overflow.make_room(seqs, {(g, 0): n for g, n in enumerate(counts)})
         while True:
             try:
                 return self.allocate_raw(counts)

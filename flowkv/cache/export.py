@@ -380,20 +380,29 @@ def _take(
     if header.info.namespace != namespace or not _readable(store, header, found.n_bytes):
         return "foreign"
     with guard:
-        known = store.index.find(header.key)
-        if known is not None and known.somewhere and known.fidelity <= header.info.fidelity:
+        if _known(store, header):
             return "known"
     body = memoryview(bytearray(header.body_bytes))
     if not archive.read(found, body):
         return "damaged"
     for _ in range(round(_PATIENCE_S / _BUSY_S)):
         with guard:
+            if _known(store, header):  # made by another thread meanwhile
+                return "known"
             if _place(store, header, body):
                 return "frames"
             if not store.stack.mover.storing:
                 return "no_room"
             store.writes.drain(_BUSY_S)
     return "no_room"
+
+
+def _known(store: PageStore, header: Header) -> bool:
+    """Return whether a frame's block is on the device, or stored as exactly as the frame."""
+    block = store.index.find(header.key)
+    if block is None or block.page >= 0:
+        return block is not None
+    return block.somewhere and block.fidelity <= header.info.fidelity
 
 
 def _place(store: PageStore, header: Header, body: memoryview) -> bool:

@@ -392,11 +392,14 @@ class Overflow:
                     yield g, page_no, block
 
     def _users(self, block: Block, group: int, page_no: int) -> list[Sequence]:
-        """Return all sequences that hold a page; none if one is in a step, or not known here."""
+        """Return all sequences that hold a page; none if one is in a step, or not known here.
+
+        Nor if one was cut within the page, and writes its next token there.
+        """
         found = [
             seq
             for seq in self._known
-            if len(seq.blocks[group]) > page_no
+            if seq.length // self.store.geometry.page_size > page_no
             and seq.blocks[group][page_no] is block
             and self.tables.pages[group][seq.row, page_no] >= 0
             and self.tables.state[seq.row] == READY

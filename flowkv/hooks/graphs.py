@@ -26,6 +26,7 @@ from flowkv.cache.kv import KV
 from flowkv.cache.step import CURRENT, Step
 from flowkv.core.config import Config
 from flowkv.kernels.operands import GPUS, Ragged
+from flowkv.naming.computation import switches
 from flowkv.naming.identity import modes
 
 EAGER_STEPS = 2
@@ -626,18 +627,17 @@ class Own:
             return self._model(step.tokens, step.positions)  # type: ignore[no-any-return]
 
     def _state(self, _: bool = True) -> object:
-        """Return the same object as long as all parameters are in place."""
+        """Return the same object while all parameters and torch's switches are as they were."""
         model = self._model
-        if not isinstance(model, torch.nn.Module):
-            return self
-        now = (
-            model.training,
-            RemovableHandle.next_id,
-            *(
-                (id(x), x.data_ptr(), x.dtype, x.shape, x.stride())
-                for x in (*model.parameters(), *model.buffers())
-            ),
-        )
+        now: tuple[Any, ...] = (RemovableHandle.next_id, switches())
+        if isinstance(model, torch.nn.Module):
+            now += (
+                *(module.training for module in model.modules()),
+                *(
+                    (id(x), x.data_ptr(), x.dtype, x.shape, x.stride())
+                    for x in (*model.parameters(), *model.buffers())
+                ),
+            )
         if now != self._last:
             self._last = now
         return self._last

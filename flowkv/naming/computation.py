@@ -1047,9 +1047,9 @@ class Walk:
     def _environment(self, model: torch.nn.Module) -> None:
         self.leaves["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
         self._roots.add("torch")
-        for name, value in _flags()[:-1]:
+        for name, value in switches()[:-1]:
             self.leaves[f"torch/{name}"] = str(value)
-        self._watch_one(operator.call, _flags)
+        self._watch_one(operator.call, switches)
         if parametrize._cache_enabled:
             self._reject("torch.nn.utils.parametrize.cached()", "it may keep old weights")
         for kind in ("_global_forward_pre_hooks", "_global_forward_hooks"):
@@ -1121,7 +1121,7 @@ _FLAGS: dict[str, Callable[[], Any]] = {
 """The switches that change what the same code computes."""
 
 
-def _flags() -> tuple[tuple[str, Any], ...]:
+def switches() -> tuple[tuple[str, Any], ...]:
     """Read the switches, and how many operators are overridden; equal readings are one object.
 
     A switch is None where a build lacks it, or its old and new forms are mixed.

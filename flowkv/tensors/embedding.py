@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from flowkv.core.config import format_size, parse_size
 from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.core.files import MALFORMED, open_regular, replacing
+from flowkv.core.interrupts import cover, unbroken
 from flowkv.observe.events import Bus, Closing, RowsRead
 from flowkv.policy import make_policy
 from flowkv.policy.order.compiled import NODE
@@ -260,6 +261,7 @@ class EmbeddingTable(Closing):
             self._arena.close()
             raise StoreError(f"{path} cannot be read ({error.strerror})", _ANEW) from error
 
+    @unbroken
     def look_up(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
         """Return the bytes of rows, u8 [n, bytes of a row], for numbers of rows, [n].
 
@@ -346,6 +348,7 @@ class EmbeddingTable(Closing):
     # ---- one look-up
 
     def _check(self) -> None:
+        cover()
         if not self._open:
             raise StateError("the table is closed", "Load the model again, and attach the module")
 
@@ -406,6 +409,7 @@ class EmbeddingTable(Closing):
         held = blocks[:, : self._said.block_rows * self.row_bytes]
         return held.reshape(len(blocks), self._said.block_rows, self.row_bytes)
 
+    @unbroken
     def _read(self, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Read and verify blocks; return them in staging memory, valid until the next call."""
         began_s, size = time.perf_counter(), self._said.block_bytes

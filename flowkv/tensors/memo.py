@@ -29,7 +29,9 @@ import torch
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StateError, StoreError, UnsupportedModelError
+from flowkv.core.interrupts import cover
 from flowkv.core.keys import tenant_salt
+from flowkv.kernels.operands import GPUS
 from flowkv.naming.fingerprint import UnnamedError
 from flowkv.naming.identity import SMALL_BYTES, Identity, drawn, modes
 from flowkv.observe.events import Closing, Remembered
@@ -110,6 +112,7 @@ class _Question:
         if any(map(_classes, forms)):
             raise UnnamedError("of a class with code of its own, which no name covers")
         counts = {count_rows(self.leaves[i]) for i in self.batched}
+        counts = counts or {0 for form in forms if form[1:] == [[]]}  # no text, in no type
         if batch is not False and (len(counts) != 1 or -1 in counts):
             raise ConfigError(
                 f"inputs have {sorted(counts)} rows",
@@ -123,7 +126,8 @@ class _Question:
                 self.devices.setdefault(leaf.device.type, leaf.device)
         self.infos = [info_of(leaf, rows=i in self.batched) for i, leaf in enumerate(self.leaves)]
         kinds = sorted({*self.devices, *places, torch.get_default_device().type, "cpu"})
-        casts = [(k, str(torch.get_autocast_dtype(k))) for k in kinds if _autocasts(k)]
+        able = sorted({*kinds, *GPUS})  # a function may move its inputs
+        casts = [(k, str(torch.get_autocast_dtype(k))) for k in able if _autocasts(k)]
         dtype = str(torch.get_default_dtype())
         said = msgspec.msgpack.encode(
             [self.arguments, sorted(self.batched), self.infos, casts, kinds, dtype]
@@ -295,6 +299,7 @@ class Memo(Closing):
         if os.getpid() != self._pid:  # places and threads belong to the parent
             return self._function(*args, **kwargs)
         began_s = time.perf_counter()
+        cover()
         try:
             found = self._answer(part, args, kwargs)
         except _Declined as why:
@@ -349,7 +354,8 @@ class Memo(Closing):
         if len(missing) == len(keys):
             return result, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
         if _alike([*rows.values(), *made.values()]):
-            return self._joined(question, keys, rows, made, leaves), len(keys), counts
+            with contextlib.suppress(TypeError, ValueError):
+                return self._joined(question, keys, rows, made, leaves), len(keys), counts
         whole = self._function(*args, **kwargs)
         return whole, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
 
@@ -437,9 +443,14 @@ class Memo(Closing):
         seconds = time.perf_counter() - began_s
         form, infos, leaves = self._parts_of(result, len(missing))
         self.keeper.gate.computed(len(missing), seconds)
-        grads = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-        if grads or (asks and before != drawn()):
-            why = "gradients" if grads else "random"
+        why = "random" if asks and before != drawn() else ""
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            why = "gradients"
+        try:
+            put(form, iter(leaves))
+        except (TypeError, ValueError):  # a class that cannot be made of its fields
+            why = why or "class"
+        if why:
             with self._lock:
                 self._declined[why] += 1
             return (result if whole else self._function(*args, **kwargs)), None

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from flowkv.core.interrupts import unbroken
 from flowkv.residency.keeper import Caller, Keeper
 from flowkv.tensors.nested import StoredRow
 from flowkv.tiers import FrameInfo, Store, TierAnswer
@@ -48,9 +49,18 @@ class WriteBehind:
         """Return a queued row, or None."""
         return self._fresh.get(key)
 
+    @unbroken
     def add(self, rows: Mapping[bytes, StoredRow], info: FrameInfo) -> None:
         """Queue rows to be stored later, as far as there is room."""
         with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="flowkv memo", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no thread now
+                    self.dropped += len(rows)
+                    return
+                self._thread = thread
             for key, row in rows.items():
                 full = self.pending_bytes + row.n_bytes > _PENDING_BYTES
                 if full or self._closing or key in self._fresh:
@@ -59,9 +69,6 @@ class WriteBehind:
                 self._fresh[key] = row
                 self.pending_bytes += row.n_bytes
                 self._waiting.append((key, info))
-            if self._thread is None and self._waiting:
-                self._thread = threading.Thread(target=self._run, name="flowkv memo", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
 
     def flush(self, timeout_s: float = _STORE_S) -> bool:

@@ -61,6 +61,29 @@ def test_what_was_exported_is_known_elsewhere(tmp_path: Path) -> None:
     assert reused(other, P) == 24 and reused(other, Q) == 0
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_pages_that_another_thread_publishes_meanwhile_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    kv, other, seqs = make_kv(simple()), make_kv(simple()), list[Any]()
+    published(kv, P)
+    kv.export(tmp_path / "warm.kv")
+    real = ArchiveReader.read
+
+    def read(*given: Any) -> bool:
+        if not seqs:
+            seqs.append(opened(other, [*P, 0]))
+            if not held:
+                seqs[0].close()
+        return real(*given)
+
+    monkeypatch.setattr(ArchiveReader, "read", read)
+    assert other.load(tmp_path / "warm.kv") == (0, 3, 0, 0, 0)
+    audit(other)
+    seqs[0].close()
+    assert reused(other, P) == 24
+
+
 @pytest.mark.parametrize(
     "prompts",
     [[P, Q], np.array([P, P]), torch.tensor(P), np.array(P), (tuple(P), Q)],

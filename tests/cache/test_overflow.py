@@ -600,6 +600,33 @@ class TestWhatIsNotServed:
                 model.kept = {layer: [torch.cat(x)[:cut]] for layer, x in model.kept.items()}
                 assert run(kv, [seq], [tokens(3)], [model])[1] < TOLERANCE
 
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_a_cut_within_a_page_below_is_not_in_any_group(self, first: int) -> None:
+        groups = geometry("sliding").groups
+        shape = Geometry(groups=(groups[first], groups[1 - first]), page_size=16)
+        with make(shape, 13, overflow=True) as kv, opened(kv) as (seq,):
+            model = Noise(shape)
+            grow(kv, [seq], [model], 320)
+            with pytest.raises(StateError, match="below its device"):
+                kv.truncate(seq, 280)
+            kv.truncate(seq, 310)
+            assert run(kv, [seq], [tokens(3)], [model.cut(310)])[1] < TOLERANCE
+
+    @pytest.mark.parametrize("pages", range(9, 14))
+    def test_a_row_cut_within_a_page_keeps_it_on_the_device(self, pages: int) -> None:
+        shape = geometry()
+        with make(shape, pages, overflow=True) as kv, opened(kv, 2) as (seq, third):
+            model, long = Noise(shape), Noise(shape, 7)
+            grow(kv, [seq], [model], 96)
+            with kv.fork(seq) as twin:
+                other = model.copy()
+                grow(kv, [twin], [other], 4)
+                kv.truncate(twin, 90)  # its last page is a whole one of `seq`
+                grow(kv, [third], [long], 128, chunk=16)
+                assert third.away + seq.away > 0
+                for row, its in ((twin, other.cut(90)), (seq, model), (third, long)):
+                    assert run(kv, [row], [tokens(3)], [its])[1] < TOLERANCE
+
     def test_by_name(self) -> None:
         chunked = LayerGroup(
             layers=(0,), kv_heads=1, head_dim=8, value_dim=8, kind="chunked", window=8

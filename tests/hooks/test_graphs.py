@@ -326,6 +326,28 @@ def test_a_model_of_ones_own(device: str) -> None:
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("change", ["precision", "dropout"])
+def test_a_switch_between_two_steps_of_a_model_of_ones_own(change: str) -> None:
+    before, model, replayed = torch.get_float32_matmul_precision(), Nano(), list[int]()
+    model.drop = torch.nn.Dropout(0.0)
+    with recorded(), flowkv.KV(geometry(2, 16), gpu="8MiB") as kv, torch.no_grad():
+        run, seq = flowkv.graphed(model.eval(), kv), kv.open([5, 6, 7], reuse=False)
+        try:
+            for turn in range(12):
+                if turn == 8 and change == "precision":
+                    torch.set_float32_matmul_precision("medium")
+                elif turn == 8:
+                    model.drop.train()
+                with kv.step([seq], [[turn]] if turn else [[5, 6, 7]]) as step:
+                    run(step.tokens, step.positions)
+                replayed.append(counts(kv)[1])
+        finally:
+            torch.set_float32_matmul_precision(before)
+    assert replayed[7] > replayed[6]
+    assert replayed[8] == replayed[7]  # as the model computes now
+    assert replayed[11] > replayed[8]
+
+
 @pytest.mark.thorough
 def test_launches_of_triton() -> None:
     """In a process of its own, since Triton decides on its import whether it interprets."""

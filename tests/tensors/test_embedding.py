@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flowkv
+from tests import interrupts
 from tests.fixture_model import load_tiny
 from tests.inside import (
     LEAST_KNOWN,
@@ -99,6 +100,28 @@ def test_hot_rows_stay_and_are_not_read_again(tmp_path: Path) -> None:
             module(torch.cat((ids, torch.arange(n, n + 2))))
         stats = held.stats()
         assert stats["hits"] >= 0.85 * 20 * 98
+
+
+def test_interrupts_anywhere_leave_no_row_under_the_number_of_another(tmp_path: Path) -> None:
+    module, draws = made(900, 64), torch.Generator().manual_seed(3)
+    weight, only = module.weight.clone(), {"only": ("tensors/embedding",)}
+
+    def look() -> None:
+        ids = torch.randint(900, (30,), generator=draws)
+        assert torch.equal(module(ids), weight[ids])
+
+    budget = host(40, 64)
+    with flowkv.attach_embedding(module, disk=tmp_path / "t", host=budget, policy="lru") as held:
+        for _ in range(5):
+            look()
+        with interrupts.collectable():
+            for at in range(1, interrupts.places(look, **only) + 1):
+                interrupts.run(look, interrupts.Tracer(at, **only))
+                for _ in range(3):
+                    look()
+        whole = held.table
+        assert int((whole._at >= 0).sum()) + whole._free_rows == whole.pool_rows
+        assert torch.equal(whole.all_rows(), weight)
 
 
 def test_the_table_serves_another_process_without_its_weights(tmp_path: Path) -> None:

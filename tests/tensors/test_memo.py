@@ -24,6 +24,7 @@ import flowkv
 from flowkv.connect import Keeper
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
+from tests import interrupts
 from tests.conftest import of_torch
 from tests.inside import (
     Bus,
@@ -276,6 +277,86 @@ def test_rows_of_other_lengths_are_computed_together() -> None:
         assert torch.equal(remembered(both), padded(both))
         both = torch.cat([one, torch.tensor([[3, 3, 3]])])
         assert torch.equal(remembered(both), padded(both))
+
+
+@dataclass
+class Doubled:
+    """A result that cannot be made of its fields: it doubles them."""
+
+    x: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.x = self.x * 2
+
+
+@pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
+def test_results_of_classes_with_code_are_only_computed(seeds: tuple[int, int]) -> None:
+    def doubled(x: torch.Tensor) -> Doubled:
+        return Doubled(x)
+
+    with remember(doubled, key="doubled") as remembered:
+        assert torch.equal(remembered(rows(1)).x, rows(1) * 2)
+        for _ in range(2):
+            assert torch.equal(remembered(rows(*seeds)).x, rows(*seeds) * 2)
+        assert remembered.stats()["declined"] == {"class": 3}
+        assert remembered.flush()
+        assert remembered.stats()["tiers"]["host"]["frames"] == 0
+
+
+def test_no_texts_are_no_rows() -> None:
+    with remember(lambda texts: np.zeros((len(texts), 2)), key="none") as remembered:
+        assert remembered([]).shape == (0, 2)
+        assert remembered(()).shape == (0, 2)
+        with pytest.raises(ConfigError, match="rows"):
+            remembered(3)
+
+
+def test_interrupts_anywhere_leave_no_row_in_the_queue() -> None:
+    encoder, fresh, only = Encoder(), iter(range(100_000)), {"only": ("tensors/write_behind",)}
+    with remember(encoder) as remembered, interrupts.collectable():
+
+        def look() -> None:
+            x = rows(next(fresh), 100_000)
+            assert torch.equal(remembered(x), encoder(x))
+
+        look()
+        for at in range(1, interrupts.places(look, **only) + 1):
+            interrupts.run(look, interrupts.Tracer(at, **only))
+            assert interrupts.free(remembered._rows._changed)
+            assert remembered._rows.flush(5.0) and not remembered._rows.pending_bytes
+            look()
+
+
+def test_rows_are_computed_where_the_system_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(thread: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    encoder, x = Encoder(), rows(1, 2)
+    with remember(encoder) as remembered:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            assert torch.equal(remembered(x), encoder(x))
+        assert remembered.stats()["dropped"] == 2
+        assert torch.equal(remembered(x), encoder(x))
+        assert remembered.flush()
+        assert remembered.stats()["found"] == 0
+        assert torch.equal(remembered(x), encoder(x))
+        assert remembered.stats()["found"] == 2
+
+
+def test_functions_that_move_their_inputs_obey_autocast_there() -> None:
+    def moves(x: torch.Tensor) -> torch.Tensor:  # to a GPU, which casts
+        return x * (2 if torch.is_autocast_enabled("cuda") else 1)
+
+    with remember(moves, key="moves") as remembered:
+        remembered(rows(1))
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            assert torch.equal(remembered(rows(1)), rows(1) * 2)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+        assert torch.equal(remembered(rows(1)), rows(1))
+        assert remembered.stats()["found"] == 1
 
 
 # ---- what is not
