@@ -112,7 +112,7 @@ def objects(model: str, bound: float, tokens: int, say: Callable[[str], object])
     The serde gets no object's place; `places` is the share of objects in kvt whose place it found.
     """
     from flowkv.connect.serde import FlowKVDeserializer, FlowKVSerializer, ObjectHead
-    from flowkv.kvt.file import BasisFile, open_basis
+    from flowkv.kvt.file import BasisFile, open_basis, save_basis
 
     loaded, size, rows = flowkv.load(model), 256, list[Any]()
     ids = {name: loaded.encode(text) for name, text in texts().items()}
@@ -122,7 +122,7 @@ def objects(model: str, bound: float, tokens: int, say: Callable[[str], object])
         (group,) = door.plan.geometry.groups
         say(str(Calibrator(door).calibrate(ids.pop("explanations")[:16384], bases, bound)))
         path = Path(place) / "basis.kvt"
-        BasisFile(model, group, kv.page_size, bases.current[0].data).save(path)
+        save_basis(path, BasisFile(model, group, kv.page_size, bases.current[0].data))
         basis = open_basis(path)
     shape = 2, len(group.layers), size, group.kv_heads * group.head_dim
     key = SimpleNamespace(chunk_hash=b"", model_name=model, kv_rank=0, object_group_id=0)

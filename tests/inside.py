@@ -215,7 +215,7 @@ if TYPE_CHECKING:
     from flowkv.kvt.codec import PageCoder, codable, read_head
     from flowkv.kvt.entropy import CLASSES, SYMBOLS, CodedSymbols, SymbolTables, deviation_class
     from flowkv.kvt.entropy import count as count_symbols
-    from flowkv.kvt.file import BasisFile, open_basis
+    from flowkv.kvt.file import BasisFile, open_basis, save_basis
     from flowkv.kvt.learning import GroupLearner, search
     from flowkv.kvt.tier import CodecTier, PageBases
     from flowkv.naming import computation, identity, memory_words

@@ -33,7 +33,7 @@ def _calibrate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         from flowkv.hooks.huggingface.attach import door_of
         from flowkv.hooks.huggingface.calibrate import Calibrator
         from flowkv.hooks.huggingface.load import load
-        from flowkv.kvt.file import BasisFile
+        from flowkv.kvt.file import BasisFile, save_basis
 
         if given.threads:
             torch.set_num_threads(given.threads)
@@ -52,7 +52,7 @@ def _calibrate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         if not found["kept"]:
             return 1, found
         made = BasisFile(given.model, groups[0], kv.page_size, bases.current[0].data)
-    made.save(given.out)
+    save_basis(given.out, made)
     size = format_size(given.out.stat().st_size)
     bits, kl = found["bits"], found["kl"]
     screen.say(f"{given.out}, {size}: {bits:.2f} bits a value at a divergence of {kl:.4f}")

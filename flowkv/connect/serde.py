@@ -123,21 +123,11 @@ class _Codec:
         codec: "kv8", "k8v4", "kv4c" or "kv4h" (docs/explain/codecs.md), or "kvt".
         head_dim: Head dimension of the model; that of the basis, if there is one.
         basis: Basis of "kvt".
-
-    Raises:
-        ConfigError: The basis is of another head dimension.
     """
 
     def __init__(self, codec: str, head_dim: int = 0, basis: OpenBasis | None = None) -> None:
-        self._codec, self._plain = codec, _INSTEAD if basis else codec
-        self._head_dim, self._basis = head_dim, basis
-        if basis is not None:
-            self._head_dim = basis.coder.layout.head_dim
-            if head_dim not in (0, self._head_dim):
-                raise ConfigError(
-                    f"{basis} is of heads of {self._head_dim}, and head_dim is {head_dim}",
-                    "Make one of this model: flowkv calibrate; and leave head_dim out",
-                )
+        self._codec, self._plain, self._basis = codec, _INSTEAD if basis else codec, basis
+        self._head_dim = head_dim or (basis.coder.layout.head_dim if basis else 0)
 
     def _layouts(
         self, shape: torch.Size, dtype: torch.dtype
@@ -148,13 +138,11 @@ class _Codec:
             return raw, coded, None
         try:
             return raw, coded, self._basis.coder.fitted(raw)
-        except ValueError:
-            own = self._basis.coder.layout
+        except ValueError as error:
             raise ConfigError(
-                f"objects of {raw.layers} layers with {raw.kv_heads} heads in {raw.dtype} do not "
-                f"fit {self._basis}: {own.layers} layers with {own.kv_heads} heads",
-                'Make one of this model: flowkv calibrate; with tensor parallelism use "kv8"',
-            ) from None
+                f"objects of {self._basis} are expected, and not such ({error})",
+                'Make a basis of this model: flowkv calibrate; with tensor parallelism use "kv8"',
+            ) from error
 
 
 def _digest(head: bytes, pages: torch.Tensor, key: Any) -> bytes:
@@ -219,7 +207,7 @@ class FlowKVSerializer(_Codec, Serializer):
 
     def _encode_cold(self, page: _Page, coder: PageCoder, key: Any) -> torch.Tensor | None:
         """Replace a page by what comes back of it in kvt; return that, or None if it is unfit."""
-        self._tried, place = self._tried + 1, coder.locate(page.body)
+        self._tried, place = self._tried + 1, coder.likeliest(page.body)
         data, back = coder.encode(page.body, place), memoryview(bytearray(len(page.body)))
         if data is not None and len(data) <= len(page.data):
             sound = coder.decode(memoryview(data), back, 0, coder.layout.layers)

@@ -133,7 +133,7 @@ class KeyTurns:
             out[own] = self.turns[number].moved(keys[own], cos, -sin if back else sin)
         return out
 
-    def locate(
+    def likeliest(
         self, keys: torch.Tensor, means: torch.Tensor, first: int, stride: int, count: int
     ) -> int:
         """Return the n below `count` for which keys from position `n * stride` on are likeliest.

@@ -97,11 +97,10 @@ class PageCoder:
         Raises:
             ValueError: They have other layers, heads or dims, or cannot be coded.
         """
-        own, other = (
-            (one.layers, one.kv_heads, one.head_dim, one.value_dim) for one in (self.layout, layout)
-        )
+        names = "layers", "kv_heads", "head_dim", "value_dim"
+        own, other = ([getattr(one, name) for name in names] for one in (self.layout, layout))
         if own != other or not codable(layout):
-            raise ValueError("a basis of other layers, heads or dims, or pages that have no code")
+            raise ValueError(f"{names} of the basis are {own}; of {layout.dtype} pages {other}")
         coder = copy.copy(self)
         coder._fit(layout)
         return coder
@@ -111,7 +110,7 @@ class PageCoder:
         """Return the bytes of an element of raw pages."""
         return self._dtype.itemsize
 
-    def locate(self, body: memoryview) -> int:
+    def likeliest(self, body: memoryview) -> int:
         """Return the likeliest number of a page, from its keys.
 
         Any number gives the same keys back: a wrong one costs more bits, or more loss.
@@ -122,7 +121,7 @@ class PageCoder:
             if not place.side:
                 means[place.layers, place.heads] = chunk.mean.view(shape_of(place, lay))
         keys = self.views(body)[0].float()
-        return self.basis.turns.locate(keys, means, SINKS, size, max(1, MOST_TOKENS // size))
+        return self.basis.turns.likeliest(keys, means, SINKS, size, max(1, MOST_TOKENS // size))
 
     def loss(self, body: memoryview, back: memoryview, page_no: int) -> float:
         """Return what a page lost that came back; more than 1 is more than the basis is for.

@@ -13,7 +13,7 @@ from flowkv.core.geometry import LayerGroup, page_layout
 from flowkv.kvt.basis import digest
 from flowkv.kvt.codec import PageCoder
 
-_MAGIC = b"flowkv basis/1\n\0"
+_MAGIC = b"flowkv basis/1\n"
 
 
 class BasisFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,18 +31,19 @@ class BasisFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page_size: int
     data: bytes
 
-    def save(self, path: Path) -> None:
-        """Write the file.
 
-        Raises:
-            ConfigError: It cannot be written.
-        """
-        body = msgspec.msgpack.encode(self)
-        try:
-            with replacing(path) as file:
-                file.write(_MAGIC + digest(body) + body)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error})", "Name another file") from error
+def save_basis(path: Path, basis: BasisFile) -> None:
+    """Write a file of a basis.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    body = msgspec.msgpack.encode(basis)
+    try:
+        with replacing(path) as file:
+            file.write(_MAGIC + digest(body) + body)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error})", "Name another file") from error
 
 
 class OpenBasis(NamedTuple):
@@ -64,7 +65,7 @@ class OpenBasis(NamedTuple):
 
 
 def open_basis(path: Path) -> OpenBasis:
-    """Read a file that `BasisFile.save` wrote.
+    """Read a file that `save_basis` wrote.
 
     Raises:
         ConfigError: There is no such file, or it is damaged.

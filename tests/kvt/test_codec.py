@@ -330,7 +330,7 @@ def test_places_of_pages_are_found(kind: str, dtype: str, size: int, place: int)
     source, made = biased(kind)
     coder, number = made.fitted(layout(dtype, size=size)), place // size
     body = page(coder, source, number)
-    found = coder.locate(memoryview(body))
+    found = coder.likeliest(memoryview(body))
     assert found == number
     data = coder.encode(memoryview(body), found)
     assert data is not None
@@ -362,7 +362,7 @@ def test_a_wrong_place_costs_no_wrong_key(kind: str) -> None:
 def test_keys_that_do_not_rotate_have_the_first_place() -> None:
     source, made = learned("float32", False, False)
     coder = made.coder(3e-3, {})
-    assert coder.locate(memoryview(page(coder, source, 7))) == 0
+    assert coder.likeliest(memoryview(page(coder, source, 7))) == 0
 
 
 def test_the_loss_is_the_price_of_errors() -> None:
@@ -419,7 +419,7 @@ def test_pages_of_another_model_lose_more() -> None:
     ],
 )
 def test_other_pages_do_not_fit(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="other layers"):
+    with pytest.raises(ValueError, match="of the basis are"):
         CODER.fitted(layout(**other))
     assert CODER.fitted(layout("bfloat16", size=256)).name == CODER.name
     assert CODER.layout == layout()
