@@ -134,7 +134,7 @@ def objects(model: str, bound: float, tokens: int, say: Callable[[str], object])
         starts = range(0, tokens, 4 * size)
         for start in starts:
             window = torch.tensor([own[start : start + 4 * size]])
-            with torch.inference_mode():
+            with torch.no_grad():
                 cache = loaded.model(window[:, : 3 * size], use_cache=True).past_key_values
                 exact = loaded.model(window[:, 3 * size :], past_key_values=copy.deepcopy(cache))
             for number in range(3):
@@ -163,7 +163,7 @@ def objects(model: str, bound: float, tokens: int, say: Callable[[str], object])
                 split = back.tensor.view(2, shape[1], size, group.kv_heads, group.head_dim)
                 for one, keys, values in zip(cache.layers, *split.transpose(2, 3), strict=True):
                     one.keys[0, :, here], one.values[0, :, here] = keys, values
-            with torch.inference_mode():
+            with torch.no_grad():
                 got = loaded.model(window[:, 3 * size :], past_key_values=cache)
             a, b = (x.logits[0].log_softmax(-1) for x in (exact, got))
             kl += float((a.exp() * (a - b)).sum(-1).mean()) / len(starts)
