@@ -59,7 +59,7 @@ def read_head(data: memoryview) -> PageHead | None:
 def codable(layout: PageLayout) -> bool:
     """Return whether pages of a layout can be coded: raw keys and values of up to 32 bits."""
     exact = layout.codec == "raw" and not layout.latent and layout.dtype in _DTYPES
-    return exact and layout.page_size <= 256 and not layout.page_size % 4  # tokens are u8
+    return exact and 0 < layout.page_size <= 256 and not layout.page_size % 4  # tokens are u8
 
 
 def coded_fingerprint(layout: PageLayout) -> bytes:
@@ -116,7 +116,7 @@ class PageCoder:
         Any number gives the same keys back: a wrong one costs more bits, or more loss.
         """
         lay, size = self.layout, self.layout.page_size
-        means = torch.empty(lay.layers, lay.kv_heads, lay.head_dim)
+        means = torch.empty(lay.layers, lay.kv_heads, lay.head_dim, dtype=torch.float32)
         for place, chunk in zip(self.places, self.basis.chunks, strict=True):
             if not place.side:
                 means[place.layers, place.heads] = chunk.mean.view(shape_of(place, lay))
@@ -136,7 +136,7 @@ class PageCoder:
         """
         lost = [a.float() - b.float() for a, b in zip(*map(self.views, (body, back)), strict=True)]
         lost[0] = self.basis.turns.apply(lost[0], page_no * self.layout.page_size, back=True)
-        price, elements = torch.zeros(self.layout.page_size), 0
+        price, elements = torch.zeros(self.layout.page_size, dtype=torch.float32), 0
         for place, chunk in zip(self.places, self.basis.chunks, strict=True):
             x = lost[place.side][place.layers, place.heads]
             price += (x * (x @ torch.from_numpy(chunk.metric))).sum((0, 1, 3))

@@ -11,7 +11,7 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED, open_regular, replacing
 from flowkv.core.geometry import LayerGroup, page_layout
 from flowkv.kvt.basis import digest
-from flowkv.kvt.codec import PageCoder
+from flowkv.kvt.codec import PageCoder, codable
 
 _MAGIC = b"flowkv basis/1\n"
 
@@ -82,6 +82,8 @@ def open_basis(path: Path) -> OpenBasis:
             raise ValueError("its digest is another")
         found = msgspec.msgpack.decode(body, type=BasisFile)
         layout = page_layout(found.group, found.page_size)
+        if not codable(layout):
+            raise ValueError("pages that cannot be coded")
         return OpenBasis(path, found.model, PageCoder(layout, found.data))
     except MALFORMED as error:
         raise ConfigError(f"{path} holds no basis, or a damaged one ({error})", remedy) from error

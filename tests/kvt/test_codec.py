@@ -339,6 +339,21 @@ def test_places_of_pages_are_found(kind: str, dtype: str, size: int, place: int)
     assert max(far(coder, back, body, side) for side in (0, 1)) < 0.2
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16], ids=str)
+def test_places_are_found_under_another_default_dtype(default: torch.dtype) -> None:
+    """Programs set one while they load models."""
+    source, coder = biased("halves")
+    body = memoryview(page(coder, source, 300))
+    data, back = coder.encode(body, 300) or b"", memoryview(bytearray(len(body)))
+    torch.set_default_dtype(default)
+    try:
+        assert coder.decode(memoryview(data), back, 0, 3) and coder.likeliest(body) == 300
+        lost = coder.loss(body, back, 300)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert lost == coder.loss(body, back, 300)
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_wrong_place_costs_no_wrong_key(kind: str) -> None:
     source, made = biased(kind)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.inside import BasisFile, ConfigError, basis_digest, open_basis, save_basis
+from tests.inside import (
+    BasisFile,
+    ConfigError,
+    basis_digest,
+    open_basis,
+    page_layout,
+    save_basis,
+)
 from tests.kvt.pages import SIZE, Source, group, layout, learner
 
 CODER = learner(Source(layout())).coder(3e-3, {"kl": 0.25})
@@ -54,6 +62,29 @@ def test_files_with_other_contents_are_refused(tmp_path: Path, change: dict[str,
     start = path.read_bytes().partition(b"\n")[0] + b"\n"
     body = msgspec.msgpack.encode(msgspec.to_builtins(FILE) | {"data": FILE.data} | change)
     path.write_bytes(start + basis_digest(body) + body)
+    with pytest.raises(ConfigError, match="holds no basis"):
+        open_basis(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"page_size": size} for size in (0, -SIZE, 2, 512, 10**12)),
+        {"group": group("float64")},
+        {"group": group(kind="keys", value_dim=0)},
+        {"group": group(kind="latent", kv_heads=1)},
+    ],
+    ids=str,
+)
+def test_bases_of_pages_that_cannot_be_coded_are_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Even if all digests and fingerprints are right."""
+    found = msgspec.structs.replace(FILE, **change)
+    inside = msgspec.msgpack.decode(FILE.data)
+    inside["layout"] = page_layout(found.group, found.page_size).fingerprint()
+    found = msgspec.structs.replace(found, data=msgspec.msgpack.encode(inside))
+    save_basis(path := tmp_path / "a.kvt", found)
     with pytest.raises(ConfigError, match="holds no basis"):
         open_basis(path)
 
