@@ -7,7 +7,9 @@ from, and on other kinds. Tables, headers and tokens that are stored whole are c
 from __future__ import annotations
 
 import argparse
+import copy
 import inspect
+import itertools
 import json
 import math
 import statistics
@@ -18,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +30,7 @@ import flowkv
 from flowkv.cli.arguments import AddVerb
 from flowkv.hooks.huggingface.attach import door_of
 from flowkv.hooks.huggingface.calibrate import Calibrator
+from flowkv.kvt.codec import read_head
 from flowkv.report.screen import Screen
 from flowkv.tiers.base import Outcome, TierAnswer
 from flowkv.tiers.disk.tier import DiskTier
@@ -95,6 +99,81 @@ def measure(
                     found["tokens"] = len(own[:others]) // judge.window * (judge.window // 4)
                     rows.append({"bound": bound, "text": name, **found})
                     say(str(rows[-1]))
+    return rows
+
+
+OBJECTS = ("kv8", "k8v4", "kv4c", "kvt")
+"""Codecs of LMCache's serde."""
+
+
+def objects(model: str, bound: float, tokens: int, say: Callable[[str], object]) -> list[Any]:
+    """Rows of bits and divergence behind prompts of three objects of LMCache's, by codec and text.
+
+    The serde gets no object's place; `places` is the share of objects in kvt whose place it found.
+    """
+    from flowkv.connect.serde import FlowKVDeserializer, FlowKVSerializer, ObjectHead
+    from flowkv.kvt.file import BasisFile, open_basis, save_basis
+
+    loaded, size, rows = flowkv.load(model), 256, list[Any]()
+    ids = {name: loaded.encode(text) for name, text in texts().items()}
+    with tempfile.TemporaryDirectory() as place, flowkv.attach(loaded.model, cold="kvt") as kv:
+        door, bases = door_of(loaded.model), kv.bases
+        assert door is not None and bases is not None
+        (group,) = door.plan.geometry.groups
+        say(str(Calibrator(door).calibrate(ids.pop("explanations")[:16384], bases, bound)))
+        path = Path(place) / "basis.kvt"
+        save_basis(path, BasisFile(model, group, kv.page_size, bases.current[0].data))
+        basis = open_basis(path)
+    shape = 2, len(group.layers), size, group.kv_heads * group.head_dim
+    key = SimpleNamespace(chunk_hash=b"", model_name=model, kv_rank=0, object_group_id=0)
+    key.cache_salt = ""
+    for (name, own), codec in itertools.product(ids.items(), OBJECTS):
+        given = codec, group.head_dim, basis if codec == "kvt" else None
+        serializer, deserializer = FlowKVSerializer(*given), FlowKVDeserializer(*given)
+        kl, same, found, n_bytes, seconds = 0.0, 0.0, 0, 0, [0.0, 0.0]
+        starts = range(0, tokens, 4 * size)
+        for start in starts:
+            window = torch.tensor([own[start : start + 4 * size]])
+            with torch.no_grad():
+                cache = loaded.model(window[:, : 3 * size], use_cache=True).past_key_values
+                exact = loaded.model(window[:, 3 * size :], past_key_values=copy.deepcopy(cache))
+            for number in range(3):
+                here = slice(number * size, (number + 1) * size)
+                sides = [
+                    [getattr(one, side)[0, :, here] for one in cache.layers]
+                    for side in ("keys", "values")
+                ]
+                whole = torch.stack([torch.stack(side) for side in sides])  # [2, L, Hk, T, D]
+                source = whole.transpose(2, 3).reshape(shape)
+                desc = SimpleNamespace(shapes=[source.shape], dtypes=[source.dtype])
+                blob = torch.zeros(serializer.estimate_serialized_size(desc), dtype=torch.uint8)
+                began = time.perf_counter()
+                used = serializer.serialize(
+                    SimpleNamespace(tensor=source), SimpleNamespace(tensor=blob), key
+                )
+                seconds[0] += time.perf_counter() - began
+                began = time.perf_counter()
+                back = SimpleNamespace(tensor=torch.zeros_like(source))
+                deserializer.deserialize(SimpleNamespace(tensor=blob), back, key)
+                seconds[1] += time.perf_counter() - began
+                n_bytes += used
+                head = ObjectHead.of(memoryview(blob.numpy()))
+                page = read_head(memoryview(blob[used - head.n_bytes :].numpy()))
+                found += page is not None and page.page_no == number
+                split = back.tensor.view(2, shape[1], size, group.kv_heads, group.head_dim)
+                for one, keys, values in zip(cache.layers, *split.transpose(2, 3), strict=True):
+                    one.keys[0, :, here], one.values[0, :, here] = keys, values
+            with torch.no_grad():
+                got = loaded.model(window[:, 3 * size :], past_key_values=cache)
+            a, b = (x.logits[0].log_softmax(-1) for x in (exact, got))
+            kl += float((a.exp() * (a - b)).sum(-1).mean()) / len(starts)
+            same += float((a.argmax(-1) == b.argmax(-1)).float().mean()) / len(starts)
+        count = 3 * len(starts)
+        row = {"codec": codec, "text": name, "kl": kl, "same_token": same}
+        row |= {"bits": 8 * n_bytes / (count * math.prod(shape)), "places": found / count}
+        rates = [count * math.prod(shape) * source.itemsize / 1e9 / took for took in seconds]
+        rows.append(row | dict(zip(("codes_gb_per_s", "decodes_gb_per_s"), rates, strict=True)))
+        say(str(rows[-1]))
     return rows
 
 
@@ -173,6 +252,8 @@ def _cold(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     if given.rate:
         rate = 1e6 * given.rate
         rows = first_tokens(given.model, 2048, rate, given.rounds, screen.say)
+    elif given.objects:
+        rows = objects(given.model, bounds[0], given.others, screen.say)
     else:
         rows = measure(given.model, bounds, given.tokens, given.others, screen.say)
     found = {"threads": given.threads, "torch": torch.__version__, "rows": rows}
@@ -197,6 +278,8 @@ def add_verbs(verb: AddVerb) -> None:
         type=float,
         default=0.0,
     )
+    about = "judge objects of LMCache's serde instead, in a process that can import LMCache"
+    added.add_argument("--objects", action="store_true", help=about)
     added.option("--rounds", "N", "of --rate; default %(default)s", type=int, default=5)
     added.option("--threads", "N", "of torch; default %(default)s", type=int, default=2)
     added.option("--out", "FILE", "writes all figures as JSON", type=Path)

@@ -211,11 +211,12 @@ if TYPE_CHECKING:
     from flowkv.kvt import basis as kvt_basis
     from flowkv.kvt import codec as kvt_codec
     from flowkv.kvt import tier as kvt_tier
-    from flowkv.kvt.basis import Basis, KeyTurn, chunk_places
+    from flowkv.kvt.basis import Basis, KeyTurn, KeyTurns, chunk_places
     from flowkv.kvt.basis import digest as basis_digest
     from flowkv.kvt.codec import PageCoder, codable, read_head
     from flowkv.kvt.entropy import CLASSES, SYMBOLS, CodedSymbols, SymbolTables, deviation_class
     from flowkv.kvt.entropy import count as count_symbols
+    from flowkv.kvt.file import BasisFile, open_basis, save_basis
     from flowkv.kvt.learning import GroupLearner, search
     from flowkv.kvt.tier import CodecTier, PageBases
     from flowkv.naming import computation, identity, memory_words

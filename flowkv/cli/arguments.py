@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flowkv.core.errors import ConfigError
+from flowkv.core.files import open_regular
 from flowkv.report.screen import Screen
 
 Run = Callable[[argparse.Namespace, Screen], tuple[int, Any]]
@@ -92,6 +95,30 @@ def model_arguments(parser: Parser, *, required: bool) -> None:
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="default %(default)s")
     parser.add_argument("--device", default="", help="default the GPU if there is one, else cpu")
     parser.add_argument("--threads", type=count, default=0, help="threads of torch")
+
+
+def read_text(name: str) -> str:
+    """Return a text of a file in UTF-8; "-" for standard input.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    try:
+        if name == "-":
+            data = sys.stdin.buffer.read()
+        else:
+            with open_regular(Path(name).expanduser()) as file:
+                data = file.read()
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name} is not UTF-8 text (byte {error.start})", "Save it as UTF-8"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name} cannot be read ({getattr(error, 'strerror', None) or error})",
+            "Correct its path, or pass - for standard input",
+        ) from error
 
 
 def trace_argument(parser: Parser) -> None:

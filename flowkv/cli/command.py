@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import msgspec
 
 import flowkv
-from flowkv.cli import demo, doctor, generate, serve, sim, stores
+from flowkv.cli import calibrate, demo, doctor, generate, serve, sim, stores
 from flowkv.cli.arguments import Misused, Parser, adder
 from flowkv.core.errors import FlowKVError
 from flowkv.demo.run import DemoFailed
@@ -120,7 +120,7 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"flowkv {flowkv.__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     verb = adder(verbs)
-    for module in (demo, generate, serve):
+    for module in (demo, generate, serve, calibrate):
         module.add_verb(verb)
     stores.add_verbs(verb)
     doctor.add_verb(verb)

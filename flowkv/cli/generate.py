@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import flowkv
-from flowkv.cli.arguments import AddVerb, count, model_arguments, trace_argument
+from flowkv.cli.arguments import AddVerb, count, model_arguments, read_text, trace_argument
 from flowkv.core.config import load_config
 from flowkv.core.errors import ConfigError
-from flowkv.core.files import MALFORMED, open_regular
+from flowkv.core.files import MALFORMED
 from flowkv.report.screen import Screen, one_line
 from flowkv.report.words import seconds
 
@@ -84,32 +82,13 @@ def read_prompts(name: str) -> list[str]:
     Raises:
         ConfigError: The file cannot be read, has no prompt, or a line is malformed.
     """
-    every = enumerate(_text(name).replace("\r\n", "\n").split("\n"), 1)
+    every = enumerate(read_text(name).replace("\r\n", "\n").split("\n"), 1)
     lines = [(number, line) for number, line in every if line.strip()]
     if not lines:
         raise ConfigError(f"{name} holds no prompt", "Write one per line")
     if name.endswith(".jsonl") or isinstance(_parsed(lines[0][1]), dict):
         return [_prompt(name, number, line) for number, line in lines]
     return [line for _, line in lines]
-
-
-def _text(name: str) -> str:
-    try:
-        if name == "-":
-            data = sys.stdin.buffer.read()
-        else:
-            with open_regular(Path(name).expanduser()) as file:
-                data = file.read()
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{name} is not UTF-8 text (byte {error.start})", "Save the prompts as UTF-8"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{name} cannot be read ({getattr(error, 'strerror', None) or error})",
-            "Correct the path of the prompts, or pass - for standard input",
-        ) from error
 
 
 def _parsed(line: str) -> Any:

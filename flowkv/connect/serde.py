@@ -1,14 +1,16 @@
 """FlowKV's codecs for LMCache: the serde `flowkv`, which `flowkv.connect.lmcache` registers.
 
-It encodes K and V in INT8 or INT4 on the way to any L2 adapter. Importing this module imports
-LMCache and torch.
+It encodes K and V in INT8 or INT4, or at one to two bits a value, on the way to an L2 adapter.
+Importing this module imports LMCache and torch.
 """
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +19,14 @@ from lmcache.v1.distributed.serde.async_processor import AsyncSerdeProcessor
 from lmcache.v1.distributed.serde.base import Deserializer, Serializer
 
 from flowkv.core.errors import ConfigError
-from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
+from flowkv.core.geometry import CODECS, COLD, FIDELITIES, Geometry, PageLayout, page_layout
 from flowkv.kernels import transcode
+from flowkv.kvt.codec import PageCoder, coded_fingerprint, read_head
+from flowkv.kvt.file import OpenBasis, open_basis
 
+_log = logging.getLogger("flowkv")
+_INSTEAD = "kv8"
+"""Codec of objects that lose too much in kvt."""
 _HEADER = struct.Struct("<8sIIff16s16s")
 _MAGIC = b"flowkv/1"
 
@@ -53,9 +60,9 @@ class ObjectHead(NamedTuple):
                 "the object was not made by FlowKV's serde", "Give each serde places of its own"
             )
         _, codec, n_bytes, *said, _ = _HEADER.unpack_from(blob)
-        if codec >= len(CODECS) or len(blob) < _HEADER.size + n_bytes:
+        if codec >= len(FIDELITIES) or len(blob) < _HEADER.size + n_bytes:
             raise ConfigError("the head of an object is damaged", "It is computed and stored again")
-        return cls(CODECS[codec], n_bytes, *said)
+        return cls(FIDELITIES[codec], n_bytes, *said)
 
 
 @lru_cache(maxsize=64)
@@ -82,7 +89,8 @@ class _Page:
     Attributes:
         coded: Layout of the encoded page.
         data: The encoded page, uint8 `[bytes]`.
-        heads: The raw page, a view `[2, layers, tokens, heads, head_dim]` of K and V.
+        body: The raw page.
+        heads: A view of it, `[2, layers, tokens, heads, head_dim]` of K and V.
     """
 
     def __init__(self, raw: PageLayout, coded: PageLayout) -> None:
@@ -90,6 +98,7 @@ class _Page:
         self._arena = torch.zeros(raw.page_bytes + coded.page_bytes, dtype=torch.uint8)
         self._first, self._second = torch.tensor([[0], [raw.granules]], dtype=torch.int32)
         self.data = self._arena[raw.page_bytes :]
+        self.body = self._arena[: raw.page_bytes].numpy().data
         elements = self._arena.view(getattr(torch, raw.dtype))
         size = (2, raw.layers, raw.page_size, raw.kv_heads, raw.head_dim)
         steps = (raw.v_offset_bytes, raw.stripe_stride_bytes, raw.run_bytes)
@@ -108,10 +117,32 @@ class _Page:
 
 
 class _Codec:
-    """Conversion of one model's objects between LMCache's layout and FlowKV pages."""
+    """Conversion of one model's objects between LMCache's layout and FlowKV pages.
 
-    def __init__(self, codec: str, head_dim: int) -> None:
-        self._codec, self._layouts = codec, partial(_layouts, codec, head_dim)
+    Args:
+        codec: "kv8", "k8v4", "kv4c" or "kv4h" (docs/explain/codecs.md), or "kvt".
+        head_dim: Head dimension of the model; that of the basis, if there is one.
+        basis: Basis of "kvt".
+    """
+
+    def __init__(self, codec: str, head_dim: int = 0, basis: OpenBasis | None = None) -> None:
+        self._codec, self._plain, self._basis = codec, _INSTEAD if basis else codec, basis
+        self._head_dim = head_dim or (basis.coder.layout.head_dim if basis else 0)
+
+    def _layouts(
+        self, shape: torch.Size, dtype: torch.dtype
+    ) -> tuple[PageLayout, PageLayout, PageCoder | None]:
+        """Return the layouts of objects as pages, raw and encoded, and their coder in kvt."""
+        raw, coded = _layouts(self._plain, self._head_dim, shape, dtype)
+        if self._basis is None:
+            return raw, coded, None
+        try:
+            return raw, coded, self._basis.coder.fitted(raw)
+        except ValueError as error:
+            raise ConfigError(
+                f"objects of {self._basis} are expected, and not such ({error})",
+                'Make a basis of this model: flowkv calibrate; with tensor parallelism use "kv8"',
+            ) from error
 
 
 def _digest(head: bytes, pages: torch.Tensor, key: Any) -> bytes:
@@ -126,13 +157,14 @@ def _digest(head: bytes, pages: torch.Tensor, key: Any) -> bytes:
 class FlowKVSerializer(_Codec, Serializer):
     """Serializer of `[2, layers, tokens, heads * head_dim]` as a head and one FlowKV page.
 
-    Args:
-        codec: "kv8", "k8v4", "kv4c" or "kv4h"; docs/explain/codecs.md.
-        head_dim: Head dimension of the model.
+    In kvt an object is turned back to where its keys are likeliest, as LMCache does not pass its
+    place. One that loses more than its basis is for, or is no smaller, is encoded in kv8 instead.
     """
 
+    _tried = _instead = 0  # objects in kvt, and those in place of them
+
     def estimate_serialized_size(self, layout_desc: Any) -> int:
-        """Return the exact size of an object in bytes.
+        """Return the size of an object in bytes; in kvt the most that it can be.
 
         Raises:
             ConfigError: There is no codec for such objects.
@@ -141,7 +173,7 @@ class FlowKVSerializer(_Codec, Serializer):
             raise ConfigError(
                 "an object has several tensors", "Leave the serde out: its codecs take one, K and V"
             )
-        _, coded = self._layouts(layout_desc.shapes[0], layout_desc.dtypes[0])
+        _, coded, _ = self._layouts(layout_desc.shapes[0], layout_desc.dtypes[0])
         return _HEADER.size + coded.page_bytes
 
     def serialize(self, src: Any, dst: Any, key: Any) -> int:
@@ -150,23 +182,45 @@ class FlowKVSerializer(_Codec, Serializer):
         Raises:
             ConfigError: A number is not finite, or out of the codec's range: it is not stored.
         """
-        page = _Page(*self._layouts(src.tensor.shape, src.tensor.dtype))
+        raw, coded, coder = self._layouts(src.tensor.shape, src.tensor.dtype)
+        page = _Page(raw, coded)
         values = src.tensor.view(page.heads.shape)
         page.heads.copy_(values)
-        if not page.encode_page():
-            raise ConfigError(
-                f"an object has numbers that {self._codec} cannot hold, and is not stored",
-                "If this is frequent, use another codec, or none",
-            )
-        page.decode_page()
+        data = self._encode_cold(page, coder, key) if coder is not None else None
+        if data is not None:
+            codec, layout = COLD, coded_fingerprint(raw)
+        else:
+            codec, layout, data = CODECS.index(self._plain), coded.fingerprint(), page.data
+            if not page.encode_page():
+                raise ConfigError(
+                    f"an object has numbers that {self._plain} cannot hold, and is not stored",
+                    "If this is frequent, use another codec, or none",
+                )
+            page.decode_page()
         lost = (page.heads.float() - values.float()).abs().flatten(1).amax(1).tolist()
-        said = CODECS.index(self._codec), len(page.data), *lost, page.coded.fingerprint()
-        head = _HEADER.pack(_MAGIC, *said, b"")[:-16]
-        head += _digest(head, page.data, key)
-        into, end = dst.tensor.view(torch.uint8).flatten(), len(head) + len(page.data)
+        head = _HEADER.pack(_MAGIC, codec, len(data), *lost, layout, b"")[:-16]
+        head += _digest(head, data, key)
+        into, end = dst.tensor.view(torch.uint8).flatten(), len(head) + len(data)
         into[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-        into[len(head) : end].copy_(page.data)
+        into[len(head) : end].copy_(data)
         return end
+
+    def _encode_cold(self, page: _Page, coder: PageCoder, key: Any) -> torch.Tensor | None:
+        """Replace a page by what comes back of it in kvt; return that, or None if it is unfit."""
+        self._tried, place = self._tried + 1, coder.likeliest(page.body)
+        data, back = coder.encode(page.body, place), memoryview(bytearray(len(page.body)))
+        if data is not None and len(data) <= len(page.data):
+            sound = coder.decode(memoryview(data), back, 0, coder.layout.layers)
+            if sound and coder.loss(page.body, back, place) <= 1:
+                page.body[:] = back
+                return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._instead += 1
+        if not self._instead & (self._instead - 1):  # 1, 2, 4, ...
+            said = "%d of %d objects of %s are stored in %s: %s was learned from something else. If"
+            said += " they are many, make one of this model and such texts: flowkv calibrate"
+            counts = self._instead, self._tried
+            _log.warning(said, *counts, key.model_name, _INSTEAD, self._basis)
+        return None
 
 
 class FlowKVDeserializer(_Codec, Deserializer):
@@ -176,39 +230,59 @@ class FlowKVDeserializer(_Codec, Deserializer):
         """Decode into `dst`, which is not changed if anything is wrong.
 
         Raises:
-            ConfigError: The object is damaged, another key's, or of another model, dtype or codec.
+            ConfigError: The object is damaged, another key's, or of another model, dtype, codec or
+                basis.
         """
         blob = src.tensor.view(torch.uint8).flatten()
         said = ObjectHead.of(memoryview(blob.numpy()))
         head, data = bytes(blob[: _HEADER.size].numpy()), blob[_HEADER.size :][: said.n_bytes]
-        page = _Page(*self._layouts(dst.tensor.shape, dst.tensor.dtype))
-        if said.layout != page.coded.fingerprint() or len(data) != len(page.data):
+        raw, coded, coder = self._layouts(dst.tensor.shape, dst.tensor.dtype)
+        page = _Page(raw, coded)
+        cold = coder is not None and said.codec == FIDELITIES[COLD]
+        wanted = coded_fingerprint(raw) if cold else coded.fingerprint()
+        if said.layout != wanted or (len(data) != len(page.data) and not cold):
             raise ConfigError(
                 f"an object in {said.codec} has another shape, dtype or codec than {self._codec}",
                 "Give each configuration places of its own",
             )
         if head[-16:] != _digest(head[:-16], data, key):
             raise ConfigError("an object is damaged, or of another key", "It is computed again")
-        page.data.copy_(data)
-        if not page.decode_page():
+        if coder is not None and cold:
+            coded_page = memoryview(data.numpy())
+            known = read_head(coded_page)
+            if known is None or known.basis != coder.name:
+                raise ConfigError(
+                    f"an object was stored with another one than {self._basis}",
+                    "It is computed again. Give each basis places, or a revision, of its own",
+                )
+            sound = coder.decode(coded_page, page.body, 0, raw.layers)
+        else:
+            page.data.copy_(data)
+            sound = page.decode_page()
+        if not sound:
             raise ConfigError("an object holds no numbers", "It is computed again")
         dst.tensor.view(page.heads.shape).copy_(page.heads)
 
 
 def make_serde(kwargs: Mapping[str, Any]) -> Any:
-    """Return LMCache's processor for the serde's options: codec, head_dim and max_workers.
+    """Return LMCache's processor for the options: codec, head_dim, basis and max_workers.
 
     Raises:
         ConfigError: An option is missing or invalid.
     """
     options = dict(kwargs)
-    codec, head_dim = str(options.pop("codec", "kv8")), options.pop("head_dim", None)
-    workers = int(options.pop("max_workers", 1))
-    if options or not isinstance(head_dim, int) or codec not in CODECS[1:]:
+    codec, head_dim = str(options.pop("codec", _INSTEAD)), options.pop("head_dim", 0)
+    basis, workers = str(options.pop("basis", "")), int(options.pop("max_workers", 1))
+    cold = codec == FIDELITIES[COLD]
+    wrong = (codec not in CODECS[1:] and not cold) or bool(basis) != cold
+    if options or wrong or not isinstance(head_dim, int) or not (head_dim or cold):
         raise ConfigError(
             f"FlowKV's serde has no options {dict(kwargs)}",
             'Set "serde": {"type": "flowkv", "codec": "kv8", "head_dim": 128}, with a codec of '
-            f"{', '.join(CODECS[1:])} and, where one thread is not enough, max_workers",
+            f'{", ".join(CODECS[1:])}; or {{"type": "flowkv", "codec": "kvt", "basis": "FILE"}} '
+            "with the file that `flowkv calibrate` wrote; and, where one thread is not enough, "
+            "max_workers",
         )
-    both = FlowKVSerializer(codec, head_dim), FlowKVDeserializer(codec, head_dim)
+    said = codec, head_dim, open_basis(Path(basis)) if cold else None
+    both = FlowKVSerializer(*said), FlowKVDeserializer(*said)
     return AsyncSerdeProcessor(*both, workers)

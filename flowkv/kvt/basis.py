@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -72,22 +73,20 @@ class KeyTurn(NamedTuple):
         angle = deltas.astype(np.float64)[:, None, None] * self.inv_freq
         return tuple(torch.from_numpy(f(angle).astype(np.float32)) for f in (np.cos, np.sin))  # type: ignore[return-value]
 
-    def moved(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return keys `[N, Hk, D]`, rotated in float32 and rounded once."""
-        half = cos.shape[-1]
+    def pairs(self, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views `[..., R/2]` of the two dims of each rotated pair of keys `[..., D]`."""
+        half = len(self.inv_freq)
         own = k[..., self.start : self.start + 2 * half]
         if self.interleaved:
-            x, y = own[..., 0::2], own[..., 1::2]
-        else:
-            x, y = own[..., :half], own[..., half:]
-        x, y = x.float(), y.float()
-        turned = x * cos - y * sin, y * cos + x * sin
+            return own[..., 0::2], own[..., 1::2]
+        return own[..., :half], own[..., half:]
+
+    def moved(self, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Return keys `[N, Hk, D]`, rotated in float32 and rounded once."""
+        x, y = (part.float() for part in self.pairs(k))
         out = k.clone()
-        place = out[..., self.start : self.start + 2 * half]
-        if self.interleaved:
-            place[..., 0::2], place[..., 1::2] = turned[0], turned[1]
-        else:
-            place[..., :half], place[..., half:] = turned[0], turned[1]
+        one, other = self.pairs(out)
+        one[...], other[...] = x * cos - y * sin, y * cos + x * sin
         return out
 
 
@@ -133,6 +132,30 @@ class KeyTurns:
             cos, sin = self._angles(number, start, keys.shape[2])
             out[own] = self.turns[number].moved(keys[own], cos, -sin if back else sin)
         return out
+
+    def likeliest(
+        self, keys: torch.Tensor, means: torch.Tensor, first: int, stride: int, count: int
+    ) -> int:
+        """Return the n below `count` for which keys from position `n * stride` on are likeliest.
+
+        Keys of a model have large means: rotated back from their place, these are what is left of
+        the mean over the tokens. Each pair counts by its spread.
+
+        Args:
+            keys: Rotated keys of all layers, float32 `[layers, heads, tokens, dim]`.
+            means: Means of keys before their rotation, `[layers, heads, dim]`.
+            first: First token that counts.
+            stride: Distance of two places.
+            count: Number of places.
+        """
+        keys, score = self.apply(keys, 0, back=True)[:, :, first:], np.zeros(count)
+        for number, turn in enumerate(self.turns):
+            own = [n for n, of in enumerate(self.of_layer) if of == number]
+            seen, mean = (torch.complex(*turn.pairs(x[own])) for x in (keys, means))
+            alike = mean.conj() * seen.mean(2) / seen.var(2).clamp_min_(1e-12)
+            angle = np.outer(np.arange(count) * stride, turn.inv_freq)
+            score += (np.exp(-1j * angle) @ alike.sum((0, 1)).numpy()).real
+        return int(score.argmax())
 
     def finish(
         self, parts: Sequence[torch.Tensor], scale: Floats, out: torch.Tensor, first: int, at: Any
@@ -373,10 +396,10 @@ class Basis:
             stored = msgspec.msgpack.decode(data, type=_StoredBasis)
         except msgspec.MsgspecError as error:
             raise ValueError(f"no basis: {error}") from None
-        places = list(chunk_places(layout))
         known = stored.version in (1, 2) and 0 < stored.step < _MOST_STEP
         if not known or stored.layout != layout.fingerprint():
             raise ValueError("a basis of another version or of other pages")
+        places = list(islice(chunk_places(layout), len(stored.chunks) + 1))
         if len(stored.chunks) != len(places) or len(stored.turn_of) != layout.layers:
             raise ValueError("a basis with other chunks")
         chunks = []

@@ -10,6 +10,8 @@ of a prompt: all later ones attend to them, and their keys and values are like n
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import struct
 from typing import NamedTuple
 
@@ -17,12 +19,16 @@ import numpy as np
 import torch
 
 from flowkv.core.geometry import PageLayout
-from flowkv.kvt.basis import Basis, chunk_places, digest, shape_of
+from flowkv.kvt.basis import LEAST_DEVIATION, Basis, chunk_places, digest, shape_of
 from flowkv.kvt.entropy import CodedSymbols
 
 MAGIC = b"KVT1"
 SINKS = 4
 """First tokens of a prompt that are stored whole."""
+MOST_TOKENS = 1 << 17
+"""Position before which pages are looked for whose place is not known."""
+_OF_TOKEN = 4
+"""A token may lose so many times what all may lose on average."""
 _HEAD, _CHUNK = struct.Struct("<4s16sII4x"), struct.Struct("<III")
 _MOST, _MOST_COARSE = 127, 32767
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -52,7 +58,13 @@ def read_head(data: memoryview) -> PageHead | None:
 
 def codable(layout: PageLayout) -> bool:
     """Return whether pages of a layout can be coded: raw keys and values of up to 32 bits."""
-    return layout.codec == "raw" and not layout.latent and layout.dtype in _DTYPES
+    exact = layout.codec == "raw" and not layout.latent and layout.dtype in _DTYPES
+    return exact and 0 < layout.page_size <= 256 and not layout.page_size % 4  # tokens are u8
+
+
+def coded_fingerprint(layout: PageLayout) -> bytes:
+    """Return the fingerprint of the coded pages that stand for raw ones of a layout."""
+    return hashlib.sha256(b"flowkv.kvt/1" + layout.fingerprint()).digest()[:16]
 
 
 class PageCoder:
@@ -70,16 +82,67 @@ class PageCoder:
     """
 
     def __init__(self, layout: PageLayout, data: bytes) -> None:
-        self.layout, self.data, self.name = layout, data, digest(data)
+        self.data, self.name = data, digest(data)
         self.basis = Basis.unpack(data, layout)
         self.places = list(chunk_places(layout))
-        self._dtype = _DTYPES[layout.dtype]
+        self._fit(layout)
+
+    def _fit(self, layout: PageLayout) -> None:
+        self.layout, self._dtype = layout, _DTYPES[layout.dtype]
         self._short = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float16
+
+    def fitted(self, layout: PageLayout) -> PageCoder:
+        """Return a coder of pages of another size or dtype in the same basis.
+
+        Raises:
+            ValueError: They have other layers, heads or dims, or cannot be coded.
+        """
+        names = "layers", "kv_heads", "head_dim", "value_dim"
+        own, other = ([getattr(one, name) for name in names] for one in (self.layout, layout))
+        if own != other or not codable(layout):
+            raise ValueError(f"{names} of the basis are {own}; of {layout.dtype} pages {other}")
+        coder = copy.copy(self)
+        coder._fit(layout)
+        return coder
 
     @property
     def item_bytes(self) -> int:
         """Return the bytes of an element of raw pages."""
         return self._dtype.itemsize
+
+    def likeliest(self, body: memoryview) -> int:
+        """Return the likeliest number of a page, from its keys.
+
+        Any number gives the same keys back: a wrong one costs more bits, or more loss.
+        """
+        lay, size = self.layout, self.layout.page_size
+        means = torch.empty(lay.layers, lay.kv_heads, lay.head_dim, dtype=torch.float32)
+        for place, chunk in zip(self.places, self.basis.chunks, strict=True):
+            if not place.side:
+                means[place.layers, place.heads] = chunk.mean.view(shape_of(place, lay))
+        keys = self.views(body)[0].float()
+        return self.basis.turns.likeliest(keys, means, SINKS, size, max(1, MOST_TOKENS // size))
+
+    def loss(self, body: memoryview, back: memoryview, page_no: int) -> float:
+        """Return what a page lost that came back; more than 1 is more than the basis is for.
+
+        That is the price of its errors in parts of what it would be if all axes had the deviation
+        at which they are left out: on average, or a quarter of that of its worst token.
+
+        Args:
+            body: The page.
+            back: The page as it came back.
+            page_no: Number with which it was coded.
+        """
+        lost = [a.float() - b.float() for a, b in zip(*map(self.views, (body, back)), strict=True)]
+        lost[0] = self.basis.turns.apply(lost[0], page_no * self.layout.page_size, back=True)
+        price, elements = torch.zeros(self.layout.page_size, dtype=torch.float32), 0
+        for place, chunk in zip(self.places, self.basis.chunks, strict=True):
+            x = lost[place.side][place.layers, place.heads]
+            price += (x * (x @ torch.from_numpy(chunk.metric))).sum((0, 1, 3))
+            elements += len(chunk.mean)
+        price /= elements * (LEAST_DEVIATION * self.basis.step) ** 2
+        return max(float(price.mean()), float(price.max()) / _OF_TOKEN)
 
     def encode(self, body: memoryview, page_no: int) -> bytes | None:
         """Return the coded page; None if it holds values that are not finite, or is no smaller."""

@@ -34,7 +34,7 @@ from flowkv.core.errors import StateError
 from flowkv.core.geometry import COLD, Geometry, PageLayout, page_layout
 from flowkv.core.memory import address_of
 from flowkv.kvt.basis import digest
-from flowkv.kvt.codec import PageCoder, codable, read_head
+from flowkv.kvt.codec import PageCoder, codable, coded_fingerprint, read_head
 from flowkv.tiers.base import (
     BASIS_LAYOUT,
     CURRENT_LAYOUT,
@@ -106,9 +106,8 @@ class PageBases:
         for group, one in enumerate(geometry.groups):
             layout = page_layout(one, geometry.page_size)
             if one.kind in ("full", "sliding") and codable(layout):
-                raw = layout.fingerprint()
-                coded = hashlib.sha256(b"flowkv.kvt/1" + raw).digest()[:16]
-                self.forms[group] = CodedForm(layout, raw, coded)
+                fingerprints = layout.fingerprint(), coded_fingerprint(layout)
+                self.forms[group] = CodedForm(layout, *fingerprints)
         self.by_raw = {form.raw: form for form in self.forms.values()}
         self.by_coded = {form.coded: form for form in self.forms.values()}
         self._lock = threading.Lock()

@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -23,7 +25,19 @@ from hypothesis import strategies as st
 from flowkv.connect import Keeper
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
-from tests.inside import ConfigError, Faults, HostTier
+from flowkv.tiers.disk import DiskTier
+from tests.inside import (
+    BasisFile,
+    ConfigError,
+    Faults,
+    HostTier,
+    KeyTurn,
+    KeyTurns,
+    open_basis,
+    read_head,
+    save_basis,
+)
+from tests.kvt.pages import Source, group, layout, learner
 
 if importlib.util.find_spec("lmcache") is None:
     pytest.skip("LMCache is not installed", allow_module_level=True)
@@ -84,12 +98,14 @@ def manager(directory: Path, serde: dict[str, Any] | None = None, **params: Any)
 DESC = api.MemoryLayoutDesc([SHAPE], [torch.bfloat16])
 
 
-def write(directory: Path, serde: dict[str, Any] | None) -> None:
+def write(
+    directory: Path, serde: dict[str, Any] | None, values: Callable[[int], Any] = values_of
+) -> None:
     """What another process has stored before the test looks."""
     one = manager(directory, serde)
     keys = [key_of(n) for n in range(CHUNKS)]
     for n, each in enumerate(one.reserve_write(keys, DESC).values()):
-        each.tensor.copy_(values_of(n))
+        each.tensor.copy_(values(n))
     one.finish_write(keys)
     (adapter,) = (adapter for _, adapter in one.l2_adapters())
     end = time.monotonic() + 60.0
@@ -558,12 +574,13 @@ def test_a_parameter_that_is_none(params: dict[str, Any], tmp_path: Path) -> Non
 # ---- the serde
 
 
-def encoded(codec: str, values: torch.Tensor, key: Any) -> Any:
-    serializer = door.FlowKVSerializer(codec, DIM)
+def encoded(codec: str, values: torch.Tensor, key: Any, basis: Any = None) -> Any:
+    serializer = door.FlowKVSerializer(codec, DIM, basis)
     desc = api.MemoryLayoutDesc([values.shape], [values.dtype])
-    into = object_of(torch.zeros(serializer.estimate_serialized_size(desc), dtype=torch.uint8))
-    assert serializer.serialize(object_of(values), into, key) == into.tensor.numel()
-    return into
+    into = torch.zeros(serializer.estimate_serialized_size(desc), dtype=torch.uint8)
+    n_bytes = serializer.serialize(object_of(values), object_of(into), key)
+    assert n_bytes == len(into) or (basis and n_bytes < len(into))
+    return object_of(into[:n_bytes])
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -598,10 +615,18 @@ def test_what_is_decoded_differs_by_what_the_head_says(
     assert said.n_bytes < 0.6 * values.numel() * 2 + (4096 * layers)
 
 
-def refused(blob: Any, codec: str = "kv8", dtype: Any = torch.bfloat16, key: Any = None) -> None:
+def refused(
+    blob: Any,
+    codec: str = "kv8",
+    dtype: Any = torch.bfloat16,
+    key: Any = None,
+    basis: Any = None,
+    said: str = "",
+) -> None:
     target = torch.full(SHAPE, 7.0, dtype=dtype)
-    with pytest.raises(ConfigError):
-        door.FlowKVDeserializer(codec, DIM).deserialize(blob, object_of(target), key or key_of(1))
+    reader = door.FlowKVDeserializer(codec, DIM, basis)
+    with pytest.raises(ConfigError, match=said):
+        reader.deserialize(blob, object_of(target), key or key_of(1))
     assert (target == 7.0).all()
 
 
@@ -638,8 +663,177 @@ def test_latents_have_no_codec() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"head_dim": "64"}, {"head_dim": 64, "codec": "raw"}, {"head_dim": 64, "x": 1}]
+    "options",
+    [
+        {},
+        {"head_dim": "64"},
+        {"head_dim": 64, "codec": "raw"},
+        {"head_dim": 64, "x": 1},
+        {"codec": "kvt"},
+        {"codec": "kvt", "head_dim": 64},
+        {"codec": "kv8", "head_dim": 64, "basis": "basis.kvt"},
+    ],
 )
 def test_a_serde_with_options_that_are_none(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="head_dim"):
+        create_serde_processor(SerdeConfig("flowkv", options))
+
+
+# ---- the serde at one to two bits a value
+
+TURN = KeyTurn(1e4 ** (-np.arange(0, DIM, 2) / DIM))
+KINDS = {
+    "halves": (TURN,),
+    "interleaved": (KeyTurn(TURN.inv_freq, interleaved=True),),
+    "some dims": (KeyTurn(TURN.inv_freq[:12], start=8),),
+    "some layers": (TURN, None),
+}
+OF_MODEL = group(layers=tuple(range(LAYERS)), kv_heads=HEADS, head_dim=DIM, value_dim=DIM)
+
+
+@lru_cache
+def source_of(kind: str = "halves", seed: int = 0) -> tuple[Source, BasisFile]:
+    """A model's keys and values, and the basis that was learned from pages of 64 in float32."""
+    source = Source(layout(kv_heads=HEADS, head_dim=DIM, value_dim=DIM), seed, bias=5.0)
+    data = learner(source, *KINDS[kind]).coder(2e-3, {}).data
+    return source, BasisFile("org/learned", OF_MODEL, 64, data)
+
+
+@pytest.fixture(scope="module")
+def basis_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    @lru_cache
+    def of(kind: str = "halves", seed: int = 0) -> Any:
+        path = tmp_path_factory.mktemp("basis") / "basis.kvt"
+        save_basis(path, source_of(kind, seed)[1])
+        return open_basis(path)
+
+    return of
+
+
+def prompt_part(
+    n: int,
+    kind: str = "halves",
+    dtype: torch.dtype = torch.bfloat16,
+    tokens: int = TOKENS,
+    seed: int = 0,
+) -> torch.Tensor:
+    """The chunk of a prompt at n times its tokens, as LMCache has it."""
+    source, _ = source_of(kind, seed)
+    source.random.manual_seed(n)
+    keys, values = source.sides(tokens)
+    of_layers = [KINDS[kind][layer % len(KINDS[kind])] for layer in range(LAYERS)]
+    keys = KeyTurns.of_layers(of_layers).apply(keys, n * tokens)
+    both = torch.stack([keys, values]).transpose(2, 3)
+    return both.reshape(2, LAYERS, tokens, HEADS * DIM).to(dtype)
+
+
+def part_distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The greater relative distance of keys and of values, without first tokens."""
+    parts = [(a[:, 4:].float(), b[:, 4:].float()) for a, b in zip(one, other, strict=True)]
+    return max(float((a - b).norm() / b.norm()) for a, b in parts)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[*HealthCheck])
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    tokens=st.sampled_from([64, 128, 256]),
+    at=st.integers(0, (1 << 17) - 1),
+)
+def test_chunks_come_back_wherever_they_stood(
+    basis_of: Callable[..., Any], kind: str, dtype: torch.dtype, tokens: int, at: int
+) -> None:
+    place = at // tokens
+    values, basis = prompt_part(place, kind, dtype, tokens), basis_of(kind)
+    blob = encoded("kvt", values, key_of(1), basis)
+    said = door.ObjectHead.of(blob.byte_array)
+    assert said.codec == "kvt" and said.n_bytes < values.numel() * 0.5
+    inside = read_head(blob.byte_array[-said.n_bytes :])
+    assert inside is not None and inside.page_no == place
+    found = torch.full(values.shape, 7.0, dtype=dtype)
+    door.FlowKVDeserializer("kvt", 0, basis).deserialize(blob, object_of(found), key_of(1))
+    lost = (found.float() - values.float()).abs().flatten(1).amax(1).tolist()
+    assert lost == pytest.approx([said.most_lost_k, said.most_lost_v], rel=1e-6)
+    assert part_distance(found, values) < 0.2
+
+
+def test_another_process_decodes_what_the_serde_made_in_kvt(
+    basis_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    serde = {"codec": "kvt", "basis": str(basis_of().path)}
+    command = f"from tests.connect.test_lmcache import *; write(Path({str(tmp_path / 'kv')!r}),"
+    command += f" {serde!r}, prompt_part)"
+    subprocess.run([sys.executable, "-c", command], check=True, timeout=240)
+    one = manager(tmp_path / "kv", serde)
+    try:
+        found = read(one)
+    finally:
+        one.close()
+    assert len(found) == CHUNKS
+    tier = DiskTier(tmp_path / "kv", 64 << 20)
+    sizes = [entry.n_bytes for entry in tier.scan()]
+    tier.close()
+    assert len(sizes) == CHUNKS and max(sizes) < OBJECT_BYTES / 4
+    for n, each in enumerate(found):
+        assert 0 < part_distance(each, prompt_part(n)) < 0.2
+
+
+@pytest.mark.parametrize("kind", ["another model", "noise", "half a chunk"])
+def test_what_the_basis_does_not_fit_is_stored_in_kv8(
+    basis_of: Callable[..., Any], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = prompt_part(3, seed=7) if kind == "another model" else values_of(1)
+    if kind == "half a chunk":
+        values = torch.cat([prompt_part(3)[:, :, :32], prompt_part(3, seed=7)[:, :, 32:]], 2)
+    blob = encoded("kvt", values, key_of(1), basis_of())
+    assert door.ObjectHead.of(blob.byte_array).codec == "kv8"
+    (said,) = (one.getMessage() for one in caplog.records)
+    assert "1 of 1 objects of org/model" in said and "basis.kvt of org/learned" in said
+    found = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    door.FlowKVDeserializer("kvt", 0, basis_of()).deserialize(blob, object_of(found), key_of(1))
+    assert part_distance(found, values) < 0.02
+
+
+def test_the_serde_decodes_nothing_of_another_basis(basis_of: Callable[..., Any]) -> None:
+    blob, basis = encoded("kvt", prompt_part(3), key_of(1), basis_of()), basis_of()
+    refused(blob, "kvt", basis=basis_of(seed=7), said="another one than the basis .*org/learned")
+    refused(blob, "kv8", said="shape, dtype or codec")
+    refused(blob, "kvt", dtype=torch.float16, basis=basis, said="shape, dtype or codec")
+    refused(blob, "kvt", key=key_of(2), basis=basis, said="of another key")
+    refused(object_of(blob.tensor[:-1]), "kvt", basis=basis, said="head of an object is damaged")
+    refused(encoded("k8v4", values_of(1), key_of(1)), "kvt", basis=basis)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[*HealthCheck])
+@given(at=st.integers(0, 1 << 30), bit=st.integers(0, 7))
+def test_a_flipped_bit_of_kvt_is_not_decoded(
+    basis_of: Callable[..., Any], at: int, bit: int
+) -> None:
+    blob = encoded("kvt", prompt_part(3), key_of(1), basis_of())
+    blob.tensor[at % blob.tensor.numel()] ^= 1 << bit
+    refused(blob, "kvt", basis=basis_of())
+
+
+def test_nothing_is_stored_that_no_codec_holds(basis_of: Callable[..., Any]) -> None:
+    values = prompt_part(3)
+    values[1, 2, 3, 4] = float("nan")
+    with pytest.raises(ConfigError, match="cannot hold"):
+        encoded("kvt", values, key_of(1), basis_of())
+
+
+@pytest.mark.parametrize("shape", [(2, LAYERS, 64, DIM), (2, 2, 64, HEADS * DIM)])
+def test_objects_of_other_shapes_do_not_fit(
+    basis_of: Callable[..., Any], shape: tuple[int, ...]
+) -> None:
+    desc = api.MemoryLayoutDesc([torch.Size(shape)], [torch.bfloat16])
+    serializer = door.FlowKVSerializer("kvt", 0, basis_of())
+    with pytest.raises(ConfigError, match=r"the basis .*org/learned .*parallelism"):
+        serializer.estimate_serialized_size(desc)
+    with pytest.raises(ConfigError, match="head_dim"):
+        door.FlowKVSerializer("kvt", 32, basis_of()).estimate_serialized_size(DESC)
+
+
+def test_a_basis_that_is_not_there(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"codec": "kvt", "basis": str(tmp_path / "none")}
+    with pytest.raises(ConfigError, match="flowkv calibrate"):
         create_serde_processor(SerdeConfig("flowkv", options))

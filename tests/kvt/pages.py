@@ -19,8 +19,10 @@ def group(dtype: str = "float32", **more: Any) -> LayerGroup:
     return LayerGroup(**given | {"dtype": dtype} | more)
 
 
-def layout(dtype: str = "float32", **more: Any) -> PageLayout:
-    return page_layout(group(dtype, **more), SIZE, "raw")
+def layout(
+    dtype: str = "float32", *, size: int = SIZE, codec: str = "raw", **more: Any
+) -> PageLayout:
+    return page_layout(group(dtype, **more), size, codec)
 
 
 class Source:
@@ -57,8 +59,11 @@ class Source:
         return tuple(1e-3 * x for x in self.sides(tokens))  # type: ignore[return-value]
 
 
-def learner(source: Source, turn: KeyTurn | None = TURN) -> GroupLearner:
-    made = GroupLearner(source.shape, [turn] * source.shape.layers)
+def learner(source: Source, *turns: KeyTurn | None) -> GroupLearner:
+    """A learner of layers that rotate in turn."""
+    every = turns or (TURN,)
+    of_layers = [every[n % len(every)] for n in range(source.shape.layers)]
+    made = GroupLearner(source.shape, of_layers)
     for _ in range(3):
         keys, values = source.sides(512)
         made.add((made.turns.apply(keys, 0), values), source.gradients(512), sample=True)
@@ -67,9 +72,10 @@ def learner(source: Source, turn: KeyTurn | None = TURN) -> GroupLearner:
 
 def page(coder: PageCoder, source: Source, page_no: int) -> bytearray:
     """A page of a prompt, with its keys rotated to its place."""
-    keys, values = source.sides(SIZE)
+    size = coder.layout.page_size
+    keys, values = source.sides(size)
     body = bytearray(coder.layout.page_bytes)
     own = coder.views(memoryview(body))
-    own[0].copy_(coder.basis.turns.apply(keys, page_no * SIZE))
+    own[0].copy_(coder.basis.turns.apply(keys, page_no * size))
     own[1].copy_(values)
     return body

@@ -299,3 +299,142 @@ def test_products_of_bytes_are_those_of_floats(monkeypatch: pytest.MonkeyPatch) 
     for exact in (True, False):
         monkeypatch.setattr(kvt_basis, "_EXACT_BYTES", exact)
         assert decoded(CODER, CODED) == wanted
+
+
+# ---- pages of another size, at places that are not known
+
+PARTIAL = KeyTurn(TURN.inv_freq[:6], start=2)
+KINDS = {
+    "halves": (TURN,),
+    "interleaved": (INTERLEAVED,),
+    "some dims": (PARTIAL,),
+    "some layers": (TURN, None),
+    "two kinds": (TURN, KeyTurn(TURN.inv_freq / 8, interleaved=True)),
+}
+
+
+@lru_cache
+def biased(kind: str) -> tuple[Source, PageCoder]:
+    """Keys with means, as models have them."""
+    source = Source(layout(), bias=6.0)
+    return source, learner(source, *KINDS[kind]).coder(2e-3, {})
+
+
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    size=st.sampled_from([64, 128, 256]),
+    place=st.integers(0, (1 << 17) - 1),
+)
+def test_places_of_pages_are_found(kind: str, dtype: str, size: int, place: int) -> None:
+    source, made = biased(kind)
+    coder, number = made.fitted(layout(dtype, size=size)), place // size
+    body = page(coder, source, number)
+    found = coder.likeliest(memoryview(body))
+    assert found == number
+    data = coder.encode(memoryview(body), found)
+    assert data is not None
+    back = decoded(coder, data)
+    assert coder.loss(memoryview(body), memoryview(back), found) <= 1
+    assert max(far(coder, back, body, side) for side in (0, 1)) < 0.2
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16], ids=str)
+def test_places_are_found_under_another_default_dtype(default: torch.dtype) -> None:
+    """Programs set one while they load models."""
+    source, coder = biased("halves")
+    body = memoryview(page(coder, source, 300))
+    data, back = coder.encode(body, 300) or b"", memoryview(bytearray(len(body)))
+    torch.set_default_dtype(default)
+    try:
+        assert coder.decode(memoryview(data), back, 0, 3) and coder.likeliest(body) == 300
+        lost = coder.loss(body, back, 300)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert lost == coder.loss(body, back, 300)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_wrong_place_costs_no_wrong_key(kind: str) -> None:
+    source, made = biased(kind)
+    fine = made.fitted(layout(size=256))
+    body = page(fine, source, 300)
+    right, wrong = (fine.encode(memoryview(body), number) for number in (300, 301))
+    assert right is not None and wrong is not None and len(wrong) > len(right)
+    backs = [decoded(fine, data) for data in (right, wrong)]
+    losses = [
+        fine.loss(memoryview(body), memoryview(back), number)
+        for back, number in zip(backs, (300, 301), strict=True)
+    ]
+    assert losses[0] <= 1 < losses[1]
+    assert far(fine, backs[1], body, 0) < 1  # far, and nothing like keys of another place
+    turns = fine.basis.turns
+    keys = fine.views(memoryview(body))[0]
+    elsewhere = turns.apply(turns.apply(keys, 300 * 256, back=True), 301 * 256)
+    assert far(fine, backs[1], body, 0) < float((elsewhere - keys).norm() / keys.norm())
+
+
+def test_keys_that_do_not_rotate_have_the_first_place() -> None:
+    source, made = learned("float32", False, False)
+    coder = made.coder(3e-3, {})
+    assert coder.likeliest(memoryview(page(coder, source, 7))) == 0
+
+
+def test_the_loss_is_the_price_of_errors() -> None:
+    source, coder = biased("two kinds")
+    body = page(coder, source, 5)
+    data = coder.encode(memoryview(body), 5)
+    assert data is not None
+    back = decoded(coder, data)
+    sides = [
+        [
+            coder.basis.turns.apply(view.float(), 5 * 64, back=True) if not side else view.float()
+            for side, view in enumerate(coder.views(memoryview(one)))
+        ]
+        for one in (body, back)
+    ]
+    prices, elements = np.zeros(64), 0
+    for place, chunk in zip(coder.places, coder.basis.chunks, strict=True):
+        error = (place.elements(sides[0]) - place.elements(sides[1])).double().numpy()
+        metric = np.zeros((error.shape[1], error.shape[1]))
+        size = chunk.metric.shape[-1]
+        for n, block in enumerate(chunk.metric.reshape(-1, size, size)):
+            metric[n * size : (n + 1) * size, n * size : (n + 1) * size] = block
+        prices += np.einsum("tn,nm,tm->t", error, metric, error)
+        elements += error.shape[1]
+    prices /= elements * (0.35 * coder.basis.step) ** 2
+    got = coder.loss(memoryview(body), memoryview(back), 5)
+    assert got == pytest.approx(max(prices.mean(), prices.max() / 4), rel=1e-3)
+    assert coder.loss(memoryview(body), memoryview(body), 5) == 0
+    coder.views(memoryview(back))[1][:, :, 9] += 5.0  # one token
+    assert coder.loss(memoryview(body), memoryview(back), 5) > 1
+    coder.views(memoryview(back))[1][0, 0, 9] = math.nan
+    assert not coder.loss(memoryview(body), memoryview(back), 5) <= 1
+
+
+def test_pages_of_another_model_lose_more() -> None:
+    _, coder = biased("halves")
+    for seed in (3, 4):
+        other = Source(layout(), seed=seed, bias=6.0)
+        body = page(coder, other, 2)
+        data = coder.encode(memoryview(body), 2)
+        assert data is None or coder.loss(memoryview(body), memoryview(decoded(coder, data)), 2) > 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layers": (0, 1)},
+        {"kv_heads": 1},
+        {"head_dim": 32},
+        {"value_dim": 8},
+        {"dtype": "float64"},
+        {"size": 512},
+        {"codec": "kv8"},
+    ],
+)
+def test_other_pages_do_not_fit(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="of the basis are"):
+        CODER.fitted(layout(**other))
+    assert CODER.fitted(layout("bfloat16", size=256)).name == CODER.name
+    assert CODER.layout == layout()
