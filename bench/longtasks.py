@@ -310,15 +310,16 @@ class Coded(Reader):
                 layer.keys[0, :, :end], layer.values[0, :, :end] = k, v
             return own
         for layer in own.layers:
+            if way.startswith("hqq:"):
+                self.bits[way] = int(way[4:]) + 0.5
+                for side in (layer.keys, layer.values):
+                    side[:, :, :end] = half_quadratic(side[:, :, :end], int(way[4:]))
+                continue
             k, v = (
                 side[0, :, :end].unflatten(1, (-1, self.page)).transpose(0, 1)
                 for side in (layer.keys, layer.values)
             )
-            if way.startswith("hqq:"):
-                k, v = (half_quadratic(side, int(way[4:])) for side in (k, v))
-                self.bits[way] = int(way[4:]) + 0.5
-            else:
-                k, v = rounded(k, v) if way == "2 bits" else self._page(k, v, way)
+            k, v = rounded(k, v) if way == "2 bits" else self._page(k, v, way)
             for side, part in ((layer.keys, k), (layer.values, v)):
                 side[0, :, :end] = part.transpose(0, 1).flatten(1, 2)
         return own
@@ -354,7 +355,7 @@ def rounded(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def half_quadratic(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round as transformers' QuantizedCache does with its backend HQQ: groups of 64, both sides."""
+    """Round K or V `[1, heads, tokens, dim]` as transformers' cache does with HQQ."""
     from hqq.core.quantize import Quantizer  # pip install hqq
 
     how = {"axis": 0, "device": "cpu", "compute_dtype": x.dtype, "nbits": bits, "group_size": 64}
