@@ -26,6 +26,7 @@ def told(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tup
     (tmp_path / "text.txt").write_text(ascii_text(9 * 256, 1))
     given = ["calibrate", "--model", str(tiny_path()), "--text", str(tmp_path / "text.txt")]
     with warnings.catch_warnings():
+        warnings.simplefilter("always")
         warnings.simplefilter("ignore", flowkv.ExperimentalWarning)
         status = cli.main([*given, "--out", str(tmp_path / "basis.kvt"), *words])
     out, err = capsys.readouterr()

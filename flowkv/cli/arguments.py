@@ -117,7 +117,7 @@ def read_text(name: str) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{name} cannot be read ({getattr(error, 'strerror', None) or error})",
-            "Correct its path, or pass - for standard input",
+            "Correct the path, or pass - for standard input",
         ) from error
 
 
