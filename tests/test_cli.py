@@ -429,7 +429,7 @@ def test_bad_stores(store: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_prompts_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("generate", "--model", str(tiny_path()), "--store", str(tmp_path / "kv"))
-    assert "Correct its path" in refused(capsys, *words, "--prompts", str(tmp_path / "none"))
+    assert "Correct the path" in refused(capsys, *words, "--prompts", str(tmp_path / "none"))
 
 
 def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
