@@ -19,8 +19,8 @@ def group(dtype: str = "float32", **more: Any) -> LayerGroup:
     return LayerGroup(**given | {"dtype": dtype} | more)
 
 
-def layout(dtype: str = "float32", **more: Any) -> PageLayout:
-    return page_layout(group(dtype, **more), SIZE, "raw")
+def layout(dtype: str = "float32", size: int = SIZE, **more: Any) -> PageLayout:
+    return page_layout(group(dtype, **more), size, "raw")
 
 
 class Source:
@@ -67,9 +67,10 @@ def learner(source: Source, turn: KeyTurn | None = TURN) -> GroupLearner:
 
 def page(coder: PageCoder, source: Source, page_no: int) -> bytearray:
     """A page of a prompt, with its keys rotated to its place."""
-    keys, values = source.sides(SIZE)
+    size = coder.layout.page_size
+    keys, values = source.sides(size)
     body = bytearray(coder.layout.page_bytes)
     own = coder.views(memoryview(body))
-    own[0].copy_(coder.basis.turns.apply(keys, page_no * SIZE))
+    own[0].copy_(coder.basis.turns.apply(keys, page_no * size))
     own[1].copy_(values)
     return body
