@@ -10,7 +10,6 @@ of a prompt: all later ones attend to them, and their keys and values are like n
 
 from __future__ import annotations
 
-import math
 import struct
 from typing import NamedTuple
 
@@ -66,7 +65,6 @@ class PageCoder:
 
     Attributes:
         name: Name of the basis.
-        elements: Elements of a token in each chunk.
 
     Raises:
         ValueError: The bytes are no basis of such pages.
@@ -76,7 +74,6 @@ class PageCoder:
         self.layout, self.data, self.name = layout, data, digest(data)
         self.basis = Basis.unpack(data, layout)
         self.places = list(chunk_places(layout))
-        self.elements = np.array([math.prod(shape_of(one, layout)) for one in self.places])
         self._dtype = _DTYPES[layout.dtype]
         self._short = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float16
 
@@ -128,8 +125,8 @@ class PageCoder:
             return False
         page, start_token = self.layout.page_size, found[0] * self.layout.page_size
         views, wanted = self.views(target, layers), range(first, first + layers)
-        for place, chunk, n, (start, words, literals, tokens) in zip(
-            self.places, self.basis.chunks, self.elements, found[1].tolist(), strict=True
+        for place, chunk, (start, words, literals, tokens) in zip(
+            self.places, self.basis.chunks, found[1].tolist(), strict=True
         ):
             here = range(max(first, place.layers.start), min(wanted.stop, place.layers.stop))
             if not here:
@@ -148,9 +145,9 @@ class PageCoder:
                 index = np.frombuffer(data[at : at + tokens], np.uint8).astype(np.int64)
                 if int(index.max()) >= page:
                     return False
-                whole = np.frombuffer(data[at + tokens :][: 2 * n * tokens], np.int16).copy()
-                rows, kept = torch.from_numpy(index), torch.from_numpy(whole)
-                x[0][rows], x[1][rows] = kept.view(self._short).view(-1, n).float(), 0
+                end, rows = at + tokens * (1 + 2 * len(chunk.mean)), torch.from_numpy(index)
+                kept = torch.from_numpy(np.frombuffer(data[at + tokens : end], np.int16).copy())
+                x[0][rows], x[1][rows] = kept.view(self._short).view(tokens, -1).float(), 0
             _, heads, dim = shape_of(place, self.layout)
             side = x[0].new_empty((len(here), heads, page, dim))
             where = None if place.side else (here.start, start_token)
@@ -169,9 +166,8 @@ class PageCoder:
         if head is None or head.basis != self.name or len(data) < end:
             return None
         sizes = np.frombuffer(data[_HEAD.size : end], "<u4").reshape(-1, 3).astype(np.int64)
-        ends = end + np.cumsum(
-            2 * sizes[:, 0] + 2 * sizes[:, 1] + sizes[:, 2] * (1 + 2 * self.elements)
-        )
+        n = np.array([len(chunk.mean) for chunk in self.basis.chunks])
+        ends = end + np.cumsum(2 * (sizes[:, 0] + sizes[:, 1] + n * sizes[:, 2]) + sizes[:, 2])
         if ends[-1] != len(data) or sizes[:, 2].max() > self.layout.page_size:
             return None
         return head.page_no, np.column_stack([np.append(end, ends[:-1]), sizes])

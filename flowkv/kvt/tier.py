@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -118,7 +118,7 @@ class PageBases:
         self.by_coded = {form.coded: form for form in self.forms.values()}
         self._lock = threading.Lock()
         self._known = dict[bytes, PageCoder]()
-        self._there = dict[bytes, DeviceDecoder]()  # the last used ones, on devices
+        self._there = lru_cache(len(self.forms))(DeviceDecoder)
         self.current = dict[int, PageCoder]()
         self._counts: Counter[str] = Counter()
         self.recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
@@ -170,16 +170,9 @@ class PageBases:
         """Return the coder of a basis by its name, if it is known."""
         return self._known.get(name)
 
-    def on_device(self, coder: PageCoder, device: torch.device) -> DeviceDecoder:
-        """Return the decoder of a basis on a device; as many stay there as layer groups exist."""
-        with self._lock:
-            known = self._there.pop(coder.name, None)
-        known = known or DeviceDecoder(coder, device)
-        with self._lock:
-            self._there[coder.name] = known
-            while len(self._there) > len(self.forms):
-                del self._there[next(iter(self._there))]
-        return known
+    def on_device(self, coder: PageCoder) -> DeviceDecoder:
+        """Return the decoder of a coder's pages on their device; the last ones stay there."""
+        return self._there(coder, self.by_raw[coder.layout.fingerprint()].device)
 
     def rounded(self, key: bytes, body: memoryview, page_no: int) -> bytearray | None:
         """Return a raw page as it comes back from the code of another one.
@@ -251,7 +244,7 @@ class PageBases:
             self._drop_prompts()
         if not coders:
             self._known.clear()
-            self._there.clear()
+            self._there.cache_clear()
 
 
 def _shared(one: bytes, other: bytes) -> int:
@@ -746,28 +739,26 @@ class CodecTier(OverTier):
         elif coder is not None and (item.target.nbytes < count * step or item.target.readonly):
             answer = answer._replace(outcome=Outcome.FAILED, reason="target")
         elif coder is not None:
-            page = CodedPage(data, item.target.cast("B")[: count * step], item.first, count)
-            decoder = partial(self.bases.on_device, coder, form.device)
-            done = partial(self._decoded, one, coder, page, _as_raw(info, form))
-            there = form.device.type in DEVICES
-            if not (there and self._device.decode(decoder, coder.name, page, done)):
-                done(None)
+            target = item.target.cast("B")[: count * step]
+            done = partial(self._decoded, one, _as_raw(info, form))
+            page = CodedPage(coder, data, target, item.first, count, done)
+            if form.device.type in DEVICES:
+                self._device.decode_soon(page, self.bases.on_device)
+            else:
+                done(page, None)
             return
         self._settle(one, answer, gone=gone)
 
-    def _decoded(
-        self, one: _Asked, coder: PageCoder, page: CodedPage, info: FrameInfo, sound: bool | None
-    ) -> None:
+    def _decoded(self, one: _Asked, info: FrameInfo, page: CodedPage, sound: bool | None) -> None:
         """Answer a load, with a page that a device decoded, or that is decoded here."""
         with self._answering(one):
             self.bases.count(device_pages=sound is not None)
             if sound is None:
-                data = memoryview(page.data)
-                sound = coder.decode(data, page.target, page.first, page.layers)
+                sound = page.coder.decode(memoryview(page.data), *page[2:5])
             answer = one.answer(Outcome.MISS, "digest")
             if sound:
                 answer = one.answer(Outcome.HIT)._replace(n_bytes=page.target.nbytes, info=info)
-                self.bases.note_decoded(one.item.key, page.target.nbytes, coder.name)
+                self.bases.note_decoded(one.item.key, page.target.nbytes, page.coder.name)
             self._settle(one, answer, gone=not sound)
 
     def _settle(self, one: _Asked, answer: TierAnswer, *, gone: bool) -> None:

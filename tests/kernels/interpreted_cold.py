@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tests.inside import (
     deviation_class,
     interpreted,
     kvt_basis,
+    kvt_device,
     kvt_tier,
     triton_kvt,
 )
@@ -117,7 +119,7 @@ def test_cold_symbols_and_damages(rows: int, coarse: int, seed: int, damages: li
         int32(table.slots.view(np.int32).ravel()),
         int32(classes.astype(np.int32) | SHIFTS[classes].astype(np.int32) << 8),
         int32([[0, rows, coarse, 0, 1, 1]]),
-        *(none, none, torch.empty(1, 16), torch.empty(1, 64), none, none),
+        *(none, none, torch.empty(1, 16), torch.empty(1, 64), none, none, none),
     )
     spans = [(0, 1, n) for n in range(len(streams))]
     batch = triton_kvt.CodedBatch(
@@ -163,10 +165,10 @@ def compare(coder: PageCoder, pages: list[tuple[bytes, int, int]]) -> list[bool]
     step = coder.layout.stripe_stride_bytes
     ours, theirs = ([bytearray(b"\xff" * (n * step + 64)) for *_, n in pages] for _ in range(2))
     batch = [
-        CodedPage(data, memoryview(out)[:-64], first, count)
+        CodedPage(coder, data, memoryview(out)[:-64], first, count, print)
         for (data, first, count), out in zip(pages, ours, strict=True)
     ]
-    found = DeviceDecoder(coder, CPU).decode(batch)
+    found = DeviceDecoder(coder, CPU).decode_batch(batch)
     for (data, first, count), own, out, sound in zip(pages, ours, theirs, found, strict=True):
         target = memoryview(out)[:-64]
         assert coder.decode(memoryview(data), target, first, count) is sound
@@ -204,15 +206,17 @@ def test_cold_pages(dtype: str, turn: str, shape: str) -> None:
     assert all(
         compare(coder, [(data or b"", *span) for data, span in zip(pages, spans, strict=True)])
     )
-    assert compare(coder, []) == []
 
 
-def test_cold_float16_saturates() -> None:
+def test_cold_float16_saturates_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     source, coder = learned("float16", "none", "even")
     body = page(coder, source, 2)
     coder.views(memoryview(body))[1][:, :, 5] = 65504.0
-    data = coder.encode(memoryview(body), 2) or b""
+    data, out = coder.encode(memoryview(body), 2) or b"", bytearray(len(body))
     assert compare(coder, [(data, 0, 3)]) == [True]
+    monkeypatch.setattr(kvt_device, "BATCH_BYTES", 1)
+    batch = [CodedPage(coder, data, memoryview(out), n, 1, print) for n in range(3)]
+    assert DeviceDecoder(coder, CPU).decode_batch(batch) == [True], "one page, whatever it takes"
 
 
 def test_cold_chunks_of_some_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +250,7 @@ def one_page() -> tuple[PageCoder, bytes]:
 
 @settings(max_examples=5)
 @given(
-    places=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 7)), min_size=4, max_size=7)
+    places=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 7)), min_size=1, max_size=3)
 )
 def test_cold_damaged_pages(places: list[tuple[int, int]]) -> None:
     coder, good = one_page()
@@ -256,14 +260,18 @@ def test_cold_damaged_pages(places: list[tuple[int, int]]) -> None:
     assert compare(coder, [(bytes(one), 0, 3) for one in pages])[-1]
 
 
-def test_cold_tier_decodes_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier whose layers lie on a device that decodes, here the interpreter."""
+def test_cold_tier_decodes_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers lie on a device that decodes, here the interpreter."""
     monkeypatch.setattr(kvt_tier, "DEVICES", {"cpu"})
     tier = tiers.made(DiskTier(tmp_path, 64 << 20))
     tiers.store(tier, range(3))
-    answer, got = tiers.load(tier, 1, 1, 1)
-    assert answer.outcome is Outcome.HIT and tiers.near(
-        got, tiers.PAGES[1][tiers.STEP : 2 * tiers.STEP]
-    )
-    assert tier.bases.measured()["device_pages"] == 1
+    step, got = tiers.STEP, []
+    for _ in range(2):  # for a trial, then in earnest
+        answer, own = tiers.load(tier, 1, 1, 1)
+        assert answer.outcome is Outcome.HIT and tiers.near(own, tiers.PAGES[1][step : 2 * step])
+        assert answer.info == tiers.info(fidelity=tiers.COLD)
+        got.append(own)
+        while not tier._device._proven.get(tiers.CODER.name):
+            time.sleep(0.01)
+    assert got[0] == got[1] and tier.bases.measured()["device_pages"] == 1
     tier.close()

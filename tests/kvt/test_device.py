@@ -18,42 +18,56 @@ from tests.kvt.test_tier import PAGES, load, made, near, store
 class Fake:
     """A decoder whose pages are sound if their first byte is even; it may wait, or fail."""
 
-    def __init__(self, *, error: BaseException | None = None) -> None:
-        self.batches, self.error = list[list[int]](), error
+    def __init__(self) -> None:
+        self.batches, self.error = list[list[int]](), BaseException()
+        self.fails, self.asked = False, 0
         self.begun, self.goes_on = threading.Semaphore(0), threading.Event()
+        self.goes_on.set()
 
-    def __call__(self) -> DeviceDecoder:
-        return cast(DeviceDecoder, self)
-
-    def page_bytes(self, page: CodedPage) -> int:
-        return 10
-
-    def decode(self, pages: list[CodedPage]) -> list[bool]:
+    def decode_batch(self, pages: list[CodedPage]) -> list[bool]:
+        self.asked, pages = self.asked + 1, pages[:3]
         self.begun.release()
         assert self.goes_on.wait(10)
-        if self.error is not None:
+        if self.fails:
             raise self.error
         self.batches.append([page.data[0] for page in pages])
+        for page in pages:
+            page.target[:1] = page.data
         return [not page.data[0] % 2 for page in pages]
+
+
+class Basis:
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+
+
+FIRST, SECOND = Basis(b"first"), Basis(b"second")
 
 
 class Room:
     """A queue, and what it answers."""
 
-    def __init__(self, decoder: Fake) -> None:
-        self.queue, self.decoder, self.threads = DeviceQueue(), decoder, list[threading.Thread]()
-        self.answers = dict[int, bool | None]()
+    def __init__(self) -> None:
+        self.queue, self.decoder, self.threads = DeviceQueue(), Fake(), list[threading.Thread]()
+        self.answers, self.targets = dict[int, bool | None](), dict[int, bytearray]()
 
-    def put(self, number: int, basis: bytes = b"basis") -> bool:
-        def done(sound: bool | None) -> None:
-            assert number not in self.answers
+    def put(self, number: int, basis: Basis = FIRST) -> bool:
+        """Put a page; return whether it is decoded there, as far as is known."""
+
+        def done(page: CodedPage, sound: bool | None) -> None:
+            assert number not in self.answers and page.data[0] == number
             self.answers[number] = sound
 
-        page = CodedPage(bytes([number]), memoryview(bytearray(1)), 0, 1)
-        return self.queue.decode(self.decoder, basis, page, done)
+        target = self.targets[number] = bytearray(1)
+        page = CodedPage(cast(Any, basis), bytes([number]), memoryview(target), 0, 1, done)
+        self.queue.decode_soon(page, lambda coder: cast(DeviceDecoder, self.decoder))
+        return self.answers.get(number, True) is not None
 
     def lead(self, number: int) -> None:
         """Put a page from another thread, which decodes it."""
+        self.decoder.goes_on.clear()
+        while self.decoder.begun.acquire(blocking=False):
+            pass
         self.threads.append(threading.Thread(target=self.put, args=(number,)))
         self.threads[-1].start()
         assert self.decoder.begun.acquire(timeout=10)
@@ -64,68 +78,51 @@ class Room:
             thread.join()
 
 
-def test_pages_that_wait_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvt_device, "BATCH_BYTES", 35)
-    decoder = Fake()
-    room = Room(decoder)
-    decoder.goes_on.set()
-    assert room.put(8) and room.answers == {8: True}
-    assert decoder.begun.acquire()
-    decoder.goes_on.clear()
-    room.lead(0)
-    assert all([room.put(n) for n in range(1, 5)]) and room.put(6, b"basis")
-    assert room.answers == {8: True}
+def test_the_first_page_of_a_basis_is_a_trial() -> None:
+    """No load waits for a compiler: others are decoded elsewhere while it may be at work."""
+    room = Room()
+    room.lead(8)
+    assert not room.put(6) and room.answers == {8: None, 6: None}
     room.end()
-    assert decoder.batches == [[8], [0], [1, 2, 3], [4, 6]]  # of 10 bytes each
-    assert room.answers == {n: not n % 2 for n in (0, 1, 2, 3, 4, 6, 8)}
-
-
-def test_pages_of_other_bases_are_other_batches() -> None:
-    decoder = Fake()
-    room = Room(decoder)
-    decoder.goes_on.set()
-    assert (
-        room.put(8)
-        and room.put(10, b"other")
-        and decoder.begun.acquire()
-        and decoder.begun.acquire()
+    assert room.answers == {8: None, 6: None} and room.targets[8] == b"\0", (
+        "it is decoded elsewhere, too"
     )
-    decoder.goes_on.clear()
+    assert room.decoder.batches == [[8]]
+    assert room.put(4) and room.answers.pop(4) and room.targets[4] == b"\x04"
+    assert not room.put(2, SECOND) and room.put(10, SECOND)
+
+
+def test_pages_that_wait_are_batches() -> None:
+    room = Room()
+    assert not room.put(20) and not room.put(22, SECOND)
+    room.answers.clear()
     room.lead(0)
-    assert all([room.put(1), room.put(2, b"other"), room.put(3), room.put(4, b"other")])
+    first = [room.put(n) for n in range(1, 6)]
+    assert all(first) and room.put(8, SECOND) and room.put(6) and room.put(9, SECOND)
+    assert not room.answers
     room.end()
-    assert decoder.batches[2:] == [[0], [1, 3], [2, 4]] and len(room.answers) == 7
+    assert room.decoder.batches[2:] == [[0], [1, 2, 3], [4, 5, 6], [8, 9]]
+    assert room.answers == {n: not n % 2 for n in (*range(7), 8, 9)}
 
 
-def test_no_page_waits_for_a_compiler() -> None:
-    """While the first one of a basis is decoded, others are decoded elsewhere."""
-    decoder = Fake()
-    room = Room(decoder)
-    room.lead(0)
-    assert not room.put(2) and not room.answers
-    room.end()
-    assert room.answers == {0: True} and room.put(4)
+ERRORS = (RuntimeError("out of memory"), MemoryError(), SystemExit())
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError(), SystemExit()])
-def test_an_error_leaves_no_page_behind(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoder = Fake()
-    room = Room(decoder)
-    decoder.goes_on.set()
-    assert room.put(0) and decoder.begun.acquire()
-    decoder.goes_on.clear()
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_leaves_no_page_behind(error: BaseException) -> None:
+    room = Room()
+    assert not room.put(20) and room.put(0)
     room.lead(2)
     assert room.put(4) and room.put(6)
-    decoder.error = error
+    room.decoder.fails, room.decoder.error = True, error
     room.end()
-    assert room.answers == {0: True, 2: None, 4: None, 6: None}
-    assert not decoder.begun.acquire(blocking=False), "it is asked for no more"
-    assert not room.put(8) and len(room.answers) == 4
-    decoder.error = None
-    monkeypatch.setattr(room.queue, "_again_s", 0.0)  # a minute later
-    assert room.put(8) and room.answers[8] is True
+    assert room.answers == {20: None, 0: True, 2: None, 4: None, 6: None}
+    asked = room.decoder.asked
+    assert not room.put(8) and room.decoder.asked == asked == 3, "it is asked no more"
+    with pytest.MonkeyPatch.context() as patch:  # a minute later
+        patch.setattr(kvt_device.time, "monotonic", lambda: 1e18)
+        assert not room.put(10), "another trial"
+        assert room.decoder.asked == 4
 
 
 def test_a_device_that_fails_costs_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,19 @@ raw elements. Streams are bound by latency, so that programs are small and many.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from flowkv.core.geometry import PageLayout
+from flowkv.kernels.operands import sent
 from flowkv.kernels.triton.codec import narrow, widen
-from flowkv.kernels.triton.launch import Constants, launch, power, strides
+from flowkv.kernels.triton.launch import Constants, launch, padded, power, strides
 
 LANES = 8
 """Streams of a program: with four states each, the threads of one warp."""
@@ -26,6 +30,67 @@ FINE, COARSE = 64, 16
 _ELEMENTS = 2048
 _FINE, _COARSE = tl.constexpr(FINE), tl.constexpr(COARSE)
 _PART, _PAGE, _CHUNK, _TILE = (tl.constexpr(n) for n in (4, 3, 6, 8))  # fields of each table
+
+
+class Turn(Protocol):
+    """A rotation of keys, see `kvt.basis.KeyTurn`."""
+
+    @property
+    def inv_freq(self) -> NDArray[np.float64]:
+        """Inverse frequencies."""
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the dims of a pair are neighbours."""
+
+    @property
+    def start(self) -> int:
+        """First rotated dim."""
+
+
+class Place(Protocol):
+    """Elements of a chunk, see `kvt.basis.ChunkPlace`."""
+
+    @property
+    def side(self) -> int:
+        """0 for keys, 1 for values."""
+
+    @property
+    def layers(self) -> slice:
+        """Layers within the group."""
+
+    @property
+    def heads(self) -> slice:
+        """Heads of these layers."""
+
+
+class Chunk(Protocol):
+    """Transform of a chunk, see `kvt.basis.BasisChunk`."""
+
+    mean: torch.Tensor
+    coarse: torch.Tensor
+    fine: torch.Tensor
+    scale: NDArray[np.float32]
+    classes: NDArray[np.uint8]
+
+
+class Part(NamedTuple):
+    """Layers of a coded page that are decoded.
+
+    Attributes:
+        data: The coded page.
+        first: First layer.
+        layers: Number of layers.
+        start: Position of its first token.
+        chunks: First byte, words, literals and whole tokens `[chunks, 4]`; all within `data`. A
+            page without words is bad.
+    """
+
+    data: bytes
+    first: int
+    layers: int
+    start: int
+    chunks: NDArray[np.int64]
 
 
 class BasisTables(NamedTuple):
@@ -43,6 +108,7 @@ class BasisTables(NamedTuple):
         fine: i8 `[E, fine axes]`.
         mean: float32 `[E]`.
         scale: float32 `[E]`, units of the products with `fine`.
+        speeds: float64 `[turns, P]`, inverse frequencies; 0 where none.
     """
 
     slots: torch.Tensor
@@ -54,6 +120,13 @@ class BasisTables(NamedTuple):
     fine: torch.Tensor
     mean: torch.Tensor
     scale: torch.Tensor
+    speeds: torch.Tensor
+
+    def page_bytes(self, layout: PageLayout, layers: int) -> int:
+        """Return the bytes beside its code that a page takes while layers of it are decoded."""
+        coefficients = 4 * self.coarse.shape[1] + self.fine.shape[1]
+        token_bytes = len(self.chunks) * coefficients + 32 * self.speeds.numel()
+        return layers * layout.stripe_stride_bytes + layout.page_size * token_bytes
 
 
 class CodedBatch(NamedTuple):
@@ -282,6 +355,99 @@ def elements_kernel(p_out, p_data, p_parts, p_pages, p_chunks, p_tiles, p_pairs,
     tl.store(p_to + b_v[None, :], narrow(b_xv, dtype, C.BF16), mask=m_t[:, None] & m_v[None, :])
 
 
+def basis_tables(
+    layout: PageLayout,
+    places: Sequence[Place],
+    chunks: Sequence[Chunk],
+    turns: Sequence[Turn],
+    turn_of: Sequence[int],
+    slots: NDArray[np.uint32],
+    shifts: NDArray[np.uint8],
+    device: torch.device,
+) -> BasisTables:
+    """Return a basis on a device.
+
+    Args:
+        layout: Layout of raw pages.
+        places: Places of the chunks.
+        chunks: Transforms of the chunks.
+        turns: Rotations of keys.
+        turn_of: Rotation of each layer; -1 for none.
+        slots: `SymbolTables.slots`.
+        shifts: Low bits of each class that are stored as they are.
+        device: The device.
+    """
+    dims = layout.head_dim, layout.value_dim
+    room = padded(-(-max(dims) // 2))
+    pairs = [_pairs(turn, dims[0], room) for turn in turns]
+    pairs += [_pairs(None, dim, room) for dim in dims]
+    firsts = np.cumsum([0, *(len(chunk.mean) for chunk in chunks)]).tolist()
+    lines, tiles, axis = list[tuple[int, ...]](), list[tuple[int, ...]](), 0
+    for n, (place, chunk) in enumerate(zip(places, chunks, strict=True)):
+        span, at = (place.layers.start, place.layers.stop), 0
+        lines.append((axis, len(chunk.classes), len(chunk.coarse), *span, len(chunk.mean)))
+        axis += len(chunk.classes)
+        for layer in range(*span):
+            turn = -1 if place.side else turn_of[layer]
+            turned = 0 if turn < 0 else len(turns[turn].inv_freq)
+            kind = len(turns) + place.side if turn < 0 else turn
+            for head in range(place.heads.start, place.heads.stop):
+                tiles.append((n, place.side, layer, head, firsts[n] + at, at, kind, turned))
+                at += dims[place.side]
+    kinds = np.concatenate([chunk.classes for chunk in chunks]).astype(np.int32)
+    codes = kinds | shifts[kinds].astype(np.int32) << 8
+    integers = slots.view(np.int32).ravel(), codes, lines, tiles, pairs
+    there = [torch.from_numpy(np.array(one, np.int32)).to(device) for one in integers]
+    for name, unit in (("coarse", COARSE), ("fine", FINE)):
+        blocks = [getattr(chunk, name) for chunk in chunks]
+        width = -(-max(1, *map(len, blocks)) // unit) * unit
+        there.append(torch.zeros(firsts[-1], width, dtype=blocks[0].dtype, device=device))
+        for block, first in zip(blocks, firsts, strict=False):
+            there[-1][first : first + block.shape[1], : len(block)] = block.T.to(device)
+    there.append(torch.cat([chunk.mean for chunk in chunks]).to(device))
+    there.append(torch.from_numpy(np.concatenate([chunk.scale for chunk in chunks])).to(device))
+    speeds = np.zeros((len(turns), room))
+    for n, one in enumerate(turns):
+        speeds[n, : len(one.inv_freq)] = one.inv_freq
+    return BasisTables._make((*there, torch.from_numpy(speeds).to(device)))
+
+
+def _pairs(turn: Turn | None, dim: int, room: int) -> NDArray[np.int64]:
+    """Return two dims of each pair `[2, room]`, those that a turn mixes first; -1 for none."""
+    found, rest = np.full((2, room), -1), np.arange(dim)
+    half = 0 if turn is None else len(turn.inv_freq)
+    if turn is not None:
+        one, two = (2, 1) if turn.interleaved else (1, half)
+        found[0, :half] = turn.start + one * np.arange(half)
+        found[1, :half] = found[0, :half] + two
+        rest = np.setdiff1d(rest, found[:, :half])
+    near = -(-len(rest) // 2)
+    found[0, half : half + near] = rest[:near]
+    found[1, half : half + len(rest) - near] = rest[near:]
+    return found
+
+
+def send_batch(basis: BasisTables, parts: Sequence[Part], layout: PageLayout) -> CodedBatch:
+    """Return pages on the device of their basis, which then are decoded to lie behind each other.
+
+    Angles are computed as float64, as `KeyTurn.angles` does.
+    """
+    device, start, stripe = basis.mean.device, 0, 0
+    data = torch.frombuffer(bytearray().join(one.data for one in parts), dtype=torch.uint8)
+    places, spans = list[Any](), list[tuple[int, ...]]()
+    for one in parts:
+        places.append(one.chunks + np.array([start, 0, 0, 0]))
+        spans.append((one.first, one.first + one.layers, stripe))
+        start, stripe = start + len(one.data), stripe + one.layers
+    tables = (np.array(one, np.int32) for one in (places, spans))
+    first = sent(torch.tensor([one.start for one in parts], dtype=torch.int64), device)
+    at = first[:, None] + torch.arange(layout.page_size, device=device)
+    angles = at.double()[..., None] * basis.speeds[:, None, None]
+    there = (sent(torch.from_numpy(one), device) for one in tables)
+    both = angles.cos().float(), angles.sin().float()
+    return CodedBatch._make((sent(data, device), *there, *both))
+
+
 def decode_symbols(basis: BasisTables, batch: CodedBatch, page_size: int) -> Coefficients:
     """Decode the coefficients of coded pages, in the chunks of the layers that are asked for."""
     (n_pages, n_chunks), device = batch.parts.shape[:2], batch.data.device
@@ -325,3 +491,19 @@ def write_elements(
         num_warps=4,
         enable_fp_fusion=False,
     )
+
+
+def decode_pages(
+    basis: BasisTables, parts: Sequence[Part], layout: PageLayout
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Decode layers of coded pages, one or more; queue all work.
+
+    Returns:
+        The raw layers of each, u8, and i32 `[pages]`, not 0 for what is no such page.
+    """
+    batch = send_batch(basis, parts, layout)
+    sizes = [one.layers * layout.stripe_stride_bytes for one in parts]
+    out = torch.zeros(sum(sizes), dtype=torch.uint8, device=batch.data.device)
+    found = decode_symbols(basis, batch, layout.page_size)
+    write_elements(basis, batch, found, out, layout)
+    return out.split(sizes), found.bad
