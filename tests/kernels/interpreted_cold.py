@@ -94,6 +94,40 @@ def spoilt(coded: CodedSymbols, random: np.random.Generator, how: str) -> CodedS
 DAMAGES = ("word", "states", "literal", "cut", "more", "fewer literals", "more literals", "noise")
 
 
+def decoded(table: Any, classes: np.ndarray, coarse: int, data: bytes, parts: list[Any]) -> Any:
+    """Decode streams, whose bytes end where memory does."""
+    none = torch.empty(0)
+    basis = triton_kvt.BasisTables(
+        int32(table.slots.view(np.int32).ravel()),
+        int32(classes.astype(np.int32) | SHIFTS[classes].astype(np.int32) << 8),
+        int32([[0, len(classes), coarse, 0, 1, 1]]),
+        *(none, none, torch.empty(1, 16), torch.empty(1, 64), none, none, none),
+    )
+    spans = [(0, 1, n) for n in range(len(parts))]
+    places = int32(parts)[:, None], int32(spans)
+    return triton_kvt.decode_symbols(
+        basis, triton_kvt.CodedBatch(walled(data), *places, none, none), TOKENS
+    )
+
+
+@pytest.mark.parametrize("deviation", [0.5, 900.0], ids=["one word", "two words"])
+def test_cold_symbols_end_with_their_memory(deviation: float) -> None:
+    table, classes = tables(), deviation_class(np.full(16, deviation))
+    q = draw(np.random.default_rng(1), np.full(16, deviation), TOKENS)
+    words = table.encode(q, classes).words[:8]
+    found = decoded(table, classes, 16, words.tobytes(), [(0, 8, 0, 0)])
+    assert found.bad.tolist() == [1]
+
+
+@pytest.mark.parametrize(("token", "bad"), [(TOKENS - 1, 0), (TOKENS, 1), (255, 1)])
+def test_cold_symbols_of_tokens_behind_a_page(token: int, bad: int) -> None:
+    table, classes = tables(), deviation_class(np.full(2, 1.0))
+    coded = table.encode(draw(np.random.default_rng(2), np.full(2, 1.0), TOKENS), classes)
+    data = coded.words.tobytes() + coded.literals.tobytes() + bytes([0, token])
+    parts = [(0, len(coded.words), len(coded.literals), 2)]
+    assert decoded(table, classes, 1, data, parts).bad.tolist() == [bad]
+
+
 @settings(max_examples=25)
 @given(
     rows=st.integers(0, 5),
@@ -114,18 +148,7 @@ def test_cold_symbols_and_damages(rows: int, coarse: int, seed: int, damages: li
         tokens = random.integers(0, TOKENS + (how == "noise"), random.integers(3)).astype(np.uint8)
         parts.append((len(data), *map(len, streams[-1]), len(tokens)))
         data += b"".join(one.tobytes() for one in (*streams[-1], tokens))
-    none = torch.empty(0)
-    basis = triton_kvt.BasisTables(
-        int32(table.slots.view(np.int32).ravel()),
-        int32(classes.astype(np.int32) | SHIFTS[classes].astype(np.int32) << 8),
-        int32([[0, rows, coarse, 0, 1, 1]]),
-        *(none, none, torch.empty(1, 16), torch.empty(1, 64), none, none, none),
-    )
-    spans = [(0, 1, n) for n in range(len(streams))]
-    batch = triton_kvt.CodedBatch(
-        walled(bytes(data)), int32(parts)[:, None], int32(spans), none, none
-    )
-    found = triton_kvt.decode_symbols(basis, batch, TOKENS)
+    found = decoded(table, classes, coarse, bytes(data), parts)
     for n, (stream, (at, words, literals, whole)) in enumerate(zip(streams, parts, strict=True)):
         wide, small = (
             np.empty((TOKENS, coarse), np.float32),

@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import pytest
 
+from flowkv import Geometry
 from flowkv.tiers import Outcome
 from flowkv.tiers.disk import DiskTier
-from tests.inside import CodedPage, DeviceDecoder, DeviceQueue, kvt_device, kvt_tier
+from tests.inside import CodedPage, DeviceDecoder, DeviceQueue, PageBases, kvt_device, kvt_tier
+from tests.kvt.pages import SIZE, group
 from tests.kvt.test_tier import PAGES, load, made, near, store
 
 
@@ -140,3 +142,10 @@ def test_a_device_that_fails_costs_no_page(tmp_path: Path, monkeypatch: pytest.M
         assert answer.outcome is Outcome.HIT and near(got, wanted)
     assert len(asked) == 1 and not tier.bases.measured()["device_pages"]
     tier.close()
+
+
+def test_pages_are_decoded_where_their_layers_lie() -> None:
+    groups = group("bfloat16"), group("bfloat16", layers=(3,), device="cuda:1")
+    forms = PageBases(Geometry(groups=groups, page_size=SIZE)).forms
+    assert [forms[n].device.type in kvt_device.DEVICES for n in (0, 1)] == [False, True]
+    assert forms[1].device.index == 1
