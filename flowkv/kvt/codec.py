@@ -120,8 +120,7 @@ class PageCoder:
             first: First layer.
             layers: Number of layers.
         """
-        found = self.parts(data)
-        if found is None:
+        if (found := self.parts(data)) is None:
             return False
         page, start_token = self.layout.page_size, found[0] * self.layout.page_size
         views, wanted = self.views(target, layers), range(first, first + layers)

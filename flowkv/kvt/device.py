@@ -61,9 +61,14 @@ class DeviceDecoder:
         self._nothing = 0, np.zeros((len(coder.places), 4), np.int64)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with self._on_stream():
-            turns = basis.turns.turns, basis.turns.of_layer
-            chunks = coder.layout, coder.places, basis.chunks
-            self._basis = kvt.basis_tables(*chunks, *turns, basis.tables.slots, SHIFTS, device)
+            parts = (
+                coder.layout,
+                coder.places,
+                basis.chunks,
+                basis.turns.turns,
+                basis.turns.of_layer,
+            )
+            self._basis = kvt.basis_tables(*parts, basis.tables.slots, SHIFTS, device)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -82,16 +87,14 @@ class DeviceDecoder:
             left -= len(page.data) + self._basis.page_bytes(layout, page.layers)
             if parts and left < 0:
                 break
-            number, chunks = page.coder.parts(memoryview(page.data)) or self._nothing
-            place = page.first, page.layers, number * layout.page_size
-            parts.append(kernels.Part(page.data, *place, chunks))
+            n, chunks = page.coder.parts(memoryview(page.data)) or self._nothing
+            parts.append(kernels.CodedPart(page.data, *page[3:5], n * layout.page_size, chunks))
         with self._on_stream():
             raw, bad = kernels.decode_pages(self._basis, parts, layout)
             sound = [not one for one in bad.tolist()]
             for page, own, good in zip(pages, raw, sound, strict=False):
                 if good:
-                    target = torch.frombuffer(page.target, dtype=torch.uint8, count=len(own))
-                    target.copy_(own, non_blocking=True)
+                    torch.frombuffer(page.target, dtype=torch.uint8).copy_(own, non_blocking=True)
         return sound
 
 
@@ -117,26 +120,21 @@ class DeviceQueue:
             page: The page.
             decoder: Returns the decoder of a coder's pages.
         """
-        if not self._take(page):
+        with self._lock:
+            proven = time.monotonic() >= self._again_s and self._proven.get(page.coder.name)
+            if proven:
+                self._waiting.append(page)
+            elif proven is None:
+                self._proven[page.coder.name] = False
+                trial = memoryview(bytearray(page.target.nbytes))
+                self._waiting.append(page._replace(target=trial, done=lambda *_: None))
+        if not proven:
             page.done(page, None)
         with self._lock:
             leads, self._leads = not self._leads, True
         while leads and (batch := self._next()):
             while batch:
                 batch = self._decode_some(batch, decoder)
-
-    def _take(self, page: CodedPage) -> bool:
-        with self._lock:
-            if time.monotonic() < self._again_s:
-                return False
-            proven = self._proven.get(page.coder.name)
-            if proven is None:
-                self._proven[page.coder.name] = False
-                trial = memoryview(bytearray(page.target.nbytes))
-                self._waiting.append(page._replace(target=trial, done=lambda *_: None))
-            elif proven:
-                self._waiting.append(page)
-            return bool(proven)
 
     def _next(self) -> list[CodedPage]:
         with self._lock:
@@ -154,6 +152,7 @@ class DeviceQueue:
                 self._proven[name] = True
         except BaseException:  # out of memory, no compiler, or a panic of a library
             self._again_s = time.monotonic() + _AGAIN_S
+        if sound[0] is None:
             self._proven.pop(name, None)
         for one, found in zip(batch, sound, strict=False):
             one.done(one, found)

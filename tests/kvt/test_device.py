@@ -115,16 +115,18 @@ def test_an_error_leaves_no_page_behind(error: BaseException) -> None:
     room = Room()
     assert not room.put(20) and room.put(0)
     room.lead(2)
-    assert room.put(4) and room.put(6)
+    assert room.put(4) and room.put(6) and not room.put(12, SECOND)
     room.decoder.fails, room.decoder.error = True, error
     room.end()
-    assert room.answers == {20: None, 0: True, 2: None, 4: None, 6: None}
+    assert room.answers == {20: None, 0: True, 2: None, 4: None, 6: None, 12: None}
     asked = room.decoder.asked
     assert not room.put(8) and room.decoder.asked == asked == 3, "it is asked no more"
     with pytest.MonkeyPatch.context() as patch:  # a minute later
         patch.setattr(kvt_device.time, "monotonic", lambda: 1e18)
-        assert not room.put(10), "another trial"
-        assert room.decoder.asked == 4
+        room.decoder.fails = False
+        assert not room.put(10) and not room.put(14, SECOND), "other trials"
+        assert room.decoder.batches == [[20], [0], [10], [14]]
+        assert room.put(16) and room.put(18, SECOND)
 
 
 def test_a_device_that_fails_costs_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

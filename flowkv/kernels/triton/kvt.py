@@ -32,7 +32,7 @@ _FINE, _COARSE = tl.constexpr(FINE), tl.constexpr(COARSE)
 _PART, _PAGE, _CHUNK, _TILE = (tl.constexpr(n) for n in (4, 3, 6, 8))  # fields of each table
 
 
-class Turn(Protocol):
+class TurnLike(Protocol):
     """A rotation of keys, see `kvt.basis.KeyTurn`."""
 
     @property
@@ -48,7 +48,7 @@ class Turn(Protocol):
         """First rotated dim."""
 
 
-class Place(Protocol):
+class PlaceLike(Protocol):
     """Elements of a chunk, see `kvt.basis.ChunkPlace`."""
 
     @property
@@ -64,7 +64,7 @@ class Place(Protocol):
         """Heads of these layers."""
 
 
-class Chunk(Protocol):
+class ChunkLike(Protocol):
     """Transform of a chunk, see `kvt.basis.BasisChunk`."""
 
     mean: torch.Tensor
@@ -74,7 +74,7 @@ class Chunk(Protocol):
     classes: NDArray[np.uint8]
 
 
-class Part(NamedTuple):
+class CodedPart(NamedTuple):
     """Layers of a coded page that are decoded.
 
     Attributes:
@@ -357,9 +357,9 @@ def elements_kernel(p_out, p_data, p_parts, p_pages, p_chunks, p_tiles, p_pairs,
 
 def basis_tables(
     layout: PageLayout,
-    places: Sequence[Place],
-    chunks: Sequence[Chunk],
-    turns: Sequence[Turn],
+    places: Sequence[PlaceLike],
+    chunks: Sequence[ChunkLike],
+    turns: Sequence[TurnLike],
     turn_of: Sequence[int],
     slots: NDArray[np.uint32],
     shifts: NDArray[np.uint8],
@@ -412,7 +412,7 @@ def basis_tables(
     return BasisTables._make((*there, torch.from_numpy(speeds).to(device)))
 
 
-def _pairs(turn: Turn | None, dim: int, room: int) -> NDArray[np.int64]:
+def _pairs(turn: TurnLike | None, dim: int, room: int) -> NDArray[np.int64]:
     """Return two dims of each pair `[2, room]`, those that a turn mixes first; -1 for none."""
     found, rest = np.full((2, room), -1), np.arange(dim)
     half = 0 if turn is None else len(turn.inv_freq)
@@ -427,7 +427,7 @@ def _pairs(turn: Turn | None, dim: int, room: int) -> NDArray[np.int64]:
     return found
 
 
-def send_batch(basis: BasisTables, parts: Sequence[Part], layout: PageLayout) -> CodedBatch:
+def send_batch(basis: BasisTables, parts: Sequence[CodedPart], layout: PageLayout) -> CodedBatch:
     """Return pages on the device of their basis, which then are decoded to lie behind each other.
 
     Angles are computed as float64, as `KeyTurn.angles` does.
@@ -494,7 +494,7 @@ def write_elements(
 
 
 def decode_pages(
-    basis: BasisTables, parts: Sequence[Part], layout: PageLayout
+    basis: BasisTables, parts: Sequence[CodedPart], layout: PageLayout
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Decode layers of coded pages, one or more; queue all work.
 
