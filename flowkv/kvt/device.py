@@ -61,14 +61,8 @@ class DeviceDecoder:
         self._nothing = 0, np.zeros((len(coder.places), 4), np.int64)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with self._on_stream():
-            parts = (
-                coder.layout,
-                coder.places,
-                basis.chunks,
-                basis.turns.turns,
-                basis.turns.of_layer,
-            )
-            self._basis = kvt.basis_tables(*parts, basis.tables.slots, SHIFTS, device)
+            own = coder.layout, coder.places, basis.chunks, basis.turns.turns, basis.turns.of_layer
+            self._basis = kvt.basis_tables(*own, basis.tables.slots, SHIFTS, device)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
