@@ -6,10 +6,11 @@ their way from there on is that of all other pages.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ DEVICES = {"cuda"}
 BATCH_BYTES = 64 << 20
 """Most memory of a batch on the device, unless a single page takes more."""
 _AGAIN_S = 60.0  # after an error, until the device is asked again
+_NEAR = 1e-4  # of a token's largest element: sums of float32 in another order
+_log = logging.getLogger("flowkv")
 
 
 class CodedPage(NamedTuple):
@@ -92,6 +95,20 @@ class DeviceDecoder:
         return sound
 
 
+def _alike(page: CodedPage, sound: bool) -> bool:
+    """Decode a page on the processor, too; return whether that gives the same, but for rounding."""
+    coder, here = page.coder, memoryview(bytearray(page.target.nbytes))
+    if coder.decode(memoryview(page.data), here, page.first, page.layers) is not sound:
+        return False
+    sides = (coder.views(body, page.layers) for body in (page.target, here))
+    for one, wanted in zip(*sides, strict=True):
+        most = wanted.float().abs().amax((0, 1, 3))[:, None]
+        near = max(2 * torch.finfo(wanted.dtype).eps, _NEAR)
+        if sound and not bool(((one.float() - wanted.float()).abs() <= near * most).all()):
+            return False
+    return True
+
+
 Decoders = Callable[[PageCoder], DeviceDecoder]
 
 
@@ -99,13 +116,14 @@ class DeviceQueue:
     """Pages that wait for a device: a thread that finds it idle decodes batches of them.
 
     Thread-safe. The first page of a basis is decoded there for a trial, so that no load waits for a
-    compiler; after an error the device gets no page for a while, and then another trial.
+    compiler; if that gives something else than the processor, the device gets no page of the basis.
+    After an error the device gets no page for a while, and then another trial.
     """
 
     def __init__(self) -> None:
         self._lock, self._waiting = threading.Lock(), list[CodedPage]()
         self._leads, self._again_s = False, 0.0
-        self._proven = dict[bytes, bool]()  # by basis; False while its trial is not over
+        self._proven = dict[bytes, bool]()  # by basis; False until its trial is passed
 
     def decode_soon(self, page: CodedPage, decoder: Decoders) -> None:
         """Decode a page, and what else waits unless another thread does.
@@ -119,9 +137,10 @@ class DeviceQueue:
             if proven:
                 self._waiting.append(page)
             elif proven is None:
+                layout = page.coder.layout
+                trial = memoryview(bytearray(layout.page_bytes)), 0, layout.layers
+                self._waiting.append(CodedPage(page.coder, page.data, *trial, self._judge))
                 self._proven[page.coder.name] = False
-                trial = memoryview(bytearray(page.target.nbytes))
-                self._waiting.append(page._replace(target=trial, done=lambda *_: None))
         if not proven:
             page.done(page, None)
         with self._lock:
@@ -129,6 +148,18 @@ class DeviceQueue:
         while leads and (batch := self._next()):
             while batch:
                 batch = self._decode_some(batch, decoder)
+
+    def _judge(self, page: CodedPage, sound: bool | None) -> None:
+        if sound is None:  # after an error
+            return
+        name, alike = page.coder.name, _alike(page, sound)
+        if alike and not sound:  # a damaged page proves nothing
+            self._proven.pop(name)
+        else:
+            self._proven[name] = alike
+        if not alike:
+            said = "a device decodes cold pages to something else than the processor, and gets no"
+            _log.error(said + " more: report it with the versions of torch, Triton and the driver")
 
     def _next(self) -> list[CodedPage]:
         with self._lock:
@@ -143,11 +174,11 @@ class DeviceQueue:
         try:
             if time.monotonic() >= self._again_s:
                 sound = [*decoder(batch[0].coder).decode_batch(batch)]
-                self._proven[name] = True
         except BaseException:  # out of memory, no compiler, or a panic of a library
             self._again_s = time.monotonic() + _AGAIN_S
         if sound[0] is None:
             self._proven.pop(name, None)
         for one, found in zip(batch, sound, strict=False):
-            one.done(one, found)
+            with suppress(BaseException):  # others wait for their answers
+                one.done(one, found)
         return batch[len(sound) :]

@@ -231,6 +231,17 @@ def test_cold_pages(dtype: str, turn: str, shape: str) -> None:
     )
 
 
+def test_cold_pages_under_another_default_dtype() -> None:
+    """Programs set one while they load models; coefficients are float32."""
+    source, coder = learned("float32", "halves", "even")
+    data = coder.encode(memoryview(page(coder, source, 3)), 3) or b""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert compare(coder, [(data, 0, 3)]) == [True]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_cold_float16_saturates_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     source, coder = learned("float16", "none", "even")
     body = page(coder, source, 2)

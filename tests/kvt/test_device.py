@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from flowkv import Geometry
 from flowkv.tiers import Outcome
@@ -22,7 +24,7 @@ class Fake:
 
     def __init__(self) -> None:
         self.batches, self.error = list[list[int]](), BaseException()
-        self.fails, self.asked = False, 0
+        self.fails, self.asked, self.wrong = False, 0, 0
         self.begun, self.goes_on = threading.Semaphore(0), threading.Event()
         self.goes_on.set()
 
@@ -34,13 +36,24 @@ class Fake:
             raise self.error
         self.batches.append([page.data[0] for page in pages])
         for page in pages:
-            page.target[:1] = page.data
+            page.target[0] = page.data[0] ^ self.wrong
         return [not page.data[0] % 2 for page in pages]
 
 
 class Basis:
+    """A coder of pages of one byte, which the processor decodes as the fake does."""
+
+    layout = SimpleNamespace(page_bytes=1, layers=1)
+
     def __init__(self, name: bytes) -> None:
         self.name = name
+
+    def decode(self, data: memoryview, target: memoryview, first: int, layers: int) -> bool:
+        target[0] = data[0]
+        return not data[0] % 2
+
+    def views(self, body: memoryview, layers: int) -> tuple[torch.Tensor, ...]:
+        return (torch.frombuffer(body, dtype=torch.uint8).view(1, 1, 1, 1).float(),)
 
 
 FIRST, SECOND = Basis(b"first"), Basis(b"second")
@@ -92,6 +105,37 @@ def test_the_first_page_of_a_basis_is_a_trial() -> None:
     assert room.decoder.batches == [[8]]
     assert room.put(4) and room.answers.pop(4) and room.targets[4] == b"\x04"
     assert not room.put(2, SECOND) and room.put(10, SECOND)
+
+
+@pytest.mark.parametrize("wrong", [2, 1])
+def test_a_device_that_decodes_something_else_gets_no_page(
+    wrong: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = Room()
+    room.decoder.wrong = wrong
+    assert not any([room.put(n) for n in (8, 4, 6)])
+    assert room.decoder.batches == [[8]]
+    (said,) = (one.getMessage() for one in caplog.records)
+    assert "decodes cold pages to something else" in said
+    room.decoder.wrong = 0
+    assert not room.put(2, SECOND) and room.put(10, SECOND), "it is asked about another basis"
+
+
+def test_a_damaged_page_proves_nothing() -> None:
+    room = Room()
+    assert not room.put(3) and not room.put(4) and room.put(6) and room.put(5)
+    assert room.answers == {3: None, 4: None, 6: True, 5: False}
+
+
+def test_an_answer_that_fails_leaves_no_page_behind() -> None:
+    room = Room()
+    assert not room.put(20)
+    room.lead(0)
+    room.answers[2] = None  # so that its answer raises
+    assert [room.put(n) for n in (2, 4)] == [False, True]
+    room.end()
+    assert room.answers == {20: None, 0: True, 2: None, 4: True}
+    assert room.put(6) and room.answers[6] is True
 
 
 def test_pages_that_wait_are_batches() -> None:

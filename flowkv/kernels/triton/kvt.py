@@ -453,7 +453,7 @@ def decode_symbols(basis: BasisTables, batch: CodedBatch, page_size: int) -> Coe
     (n_pages, n_chunks), device = batch.parts.shape[:2], batch.data.device
     shape = n_pages, n_chunks, page_size
     found = Coefficients(
-        torch.zeros(*shape, basis.coarse.shape[1], device=device),
+        torch.zeros(*shape, basis.coarse.shape[1], dtype=torch.float32, device=device),
         torch.empty(*shape, basis.fine.shape[1], dtype=torch.int8, device=device),
         torch.zeros(n_pages, dtype=torch.int32, device=device),
     )
