@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,15 @@ import torch
 from flowkv import Geometry
 from flowkv.tiers import Outcome
 from flowkv.tiers.disk import DiskTier
-from tests.inside import CodedPage, DeviceDecoder, DeviceQueue, PageBases, kvt_device, kvt_tier
+from tests.inside import (
+    CodedPage,
+    DeviceDecoder,
+    DeviceQueue,
+    PageBases,
+    compiling,
+    kvt_device,
+    kvt_tier,
+)
 from tests.kvt.pages import SIZE, group
 from tests.kvt.test_tier import PAGES, load, made, near, store
 
@@ -31,7 +40,8 @@ class Fake:
     def decode_batch(self, pages: list[CodedPage]) -> list[bool]:
         self.asked, pages = self.asked + 1, pages[:3]
         self.begun.release()
-        assert self.goes_on.wait(10)
+        with compiling.around():
+            assert self.goes_on.wait(10)
         if self.fails:
             raise self.error
         self.batches.append([page.data[0] for page in pages])
@@ -119,6 +129,20 @@ def test_a_device_that_decodes_something_else_gets_no_page(
     assert "decodes cold pages to something else" in said
     room.decoder.wrong = 0
     assert not room.put(2, SECOND) and room.put(10, SECOND), "it is asked about another basis"
+
+
+def test_deadlines_pass_while_a_trial_compiles() -> None:
+    room = Room()
+    room.lead(8)
+    begun_s = compiling.now_s()
+    time.sleep(0.02)
+    assert compiling.now_s() - begun_s > 0.01
+    room.end()
+    room.lead(4)  # no trial: what is compiled now, a load waits for
+    begun_s = compiling.now_s()
+    time.sleep(0.02)
+    assert compiling.now_s() - begun_s < 0.01
+    room.end()
 
 
 def test_a_damaged_page_proves_nothing() -> None:
