@@ -169,6 +169,9 @@ CASES = (
     Case("copy", "copy_pages", codec="any", scope="every"),
     Case("gather", "gather_pages", codec="any"),
     Case("scatter", "scatter_pages", codec="any"),
+    Case("cold", "decode_cold", scope="every"),
+    Case("cold-d80-fp16", "decode_cold", head_dim=80, page=24, dtype="float16", scope="full"),
+    Case("cold-d256-fp32", "decode_cold", head_dim=256, page=128, dtype="float32", scope="full"),
 )
 
 
@@ -341,6 +344,27 @@ def transcode(x: Scene) -> None:
     """From raw into the codec of the case, or from its first codec into its second."""
     old, new = (x.pages.layout, *x.layouts)[-2:]
     kernels.transcode(x.pages.arena, x.batch.rows, x.batch.rows, old, new, backend="triton")
+
+
+@calls("decode_cold")
+def decode_cold(x: Scene) -> None:
+    """Pages in kvt, with 512 axes a chunk, 32 of them as floats."""
+    from flowkv.kernels.triton import kvt
+
+    layout, pages, chunks, pairs = x.pages.layout, 5, 16, kvt.power(x.case.head_dim) // 2
+    tiles = 2 * layout.layers * layout.kv_heads
+    elements = layout.layers * layout.kv_heads * (layout.head_dim + layout.value_dim)
+    integers = (37 << 11,), (512 * chunks,), (chunks, 6), (tiles, 8), (3, 2, pairs)
+    tables = (torch.zeros(*shape, dtype=torch.int32) for shape in integers)
+    fine = torch.zeros(elements, 512, dtype=torch.int8)
+    lines = torch.zeros(elements, 32), fine, torch.zeros(elements), torch.zeros(elements)
+    speeds = torch.zeros(1, pairs, dtype=torch.float64)
+    basis = kvt.BasisTables(*tables, *lines, speeds)
+    places = (torch.zeros(pages, *shape, dtype=torch.int32) for shape in ((chunks, 4), (3,)))
+    angles = torch.zeros(2, 1, pages, layout.page_size, pairs)
+    batch = kvt.CodedBatch(x.pages.arena, *places, *angles)
+    found = kvt.decode_symbols(basis, batch, layout.page_size)
+    kvt.write_elements(basis, batch, found, x.pages.arena, layout)
 
 
 def record(case: Case, arch: str) -> list[Launch]:

@@ -199,6 +199,7 @@ if TYPE_CHECKING:
     from flowkv.kernels.loss import bounds, by_token, turning
     from flowkv.kernels.reference import decoded, narrowed, page_views, rotate, transcode
     from flowkv.kernels.triton import attend, codec, few, flight, many, move, task
+    from flowkv.kernels.triton import kvt as triton_kvt
     from flowkv.kernels.triton import launch as triton_launch
     from flowkv.kernels.triton.attend import paged_attention
     from flowkv.kernels.triton.launch import interpreted, launch
@@ -210,11 +211,20 @@ if TYPE_CHECKING:
     from flowkv.kernels.triton.tile import MOST as tile_MOST
     from flowkv.kvt import basis as kvt_basis
     from flowkv.kvt import codec as kvt_codec
+    from flowkv.kvt import device as kvt_device
     from flowkv.kvt import tier as kvt_tier
     from flowkv.kvt.basis import Basis, KeyTurn, KeyTurns, chunk_places
     from flowkv.kvt.basis import digest as basis_digest
     from flowkv.kvt.codec import PageCoder, codable, read_head
-    from flowkv.kvt.entropy import CLASSES, SYMBOLS, CodedSymbols, SymbolTables, deviation_class
+    from flowkv.kvt.device import CodedPage, DeviceDecoder, DeviceQueue
+    from flowkv.kvt.entropy import (
+        CLASSES,
+        SHIFTS,
+        SYMBOLS,
+        CodedSymbols,
+        SymbolTables,
+        deviation_class,
+    )
     from flowkv.kvt.entropy import count as count_symbols
     from flowkv.kvt.file import BasisFile, open_basis, save_basis
     from flowkv.kvt.learning import GroupLearner, search

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bench.gpu.attention import CASCADES, CASES, CHUNKED, attention, cascade, chunked
+from bench.gpu.cold import cold
 from bench.gpu.machine import Machine
 from bench.gpu.moves import moves, seals, streamed
 from bench.gpu.remade import remade
@@ -29,6 +30,7 @@ def jobs(machine: Machine) -> Iterator[Job]:
     yield "transfers", transfers
     yield "remade", remade
     yield "transcode", seals
+    yield "cold", cold
     yield "stream", lambda machine: [streamed(machine)]
     yield "restore", restores
 

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 A, B = "decode 32 x 4k", "decode 1 x 128k"
 CODECS = ("kv8", "k8v4", "kv4c", "kv4h")
 FIRST = (A, *(f"{A} {c}" for c in CODECS), "prefill 1 x 2k", "prefill 1 x 16k", "transcode")
-FIRST = (*FIRST, "transfers", B, *(f"{B} {c}" for c in CODECS), "moves")
+FIRST = (*FIRST, "transfers", B, *(f"{B} {c}" for c in CODECS), "moves", "cold")
 """Cases that the table shows: they come before all others."""
 LEFT_OUT = {"restore"}
 """Jobs that take minutes by themselves."""

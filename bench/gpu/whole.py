@@ -162,6 +162,7 @@ TABLE = (
         Figure(f"{x} KiB pieces up, of the link", today, ">= .9", f"{x} {UP}")
         for x, today in ((2048, ".92"), (256, ".13"), (16, ".18"))
     ),
+    Figure("cold pages: a core's time over the device's", "-", ">= 10", "cold pages/times"),
     Figure("GPU tests that pass", "387", "all", "GPU tests/passed"),
     Figure("GPU tests that fail", "2", "0", "GPU tests/failed"),
 )

@@ -27,6 +27,7 @@ MOST_SHARE = 0.1
 """Largest share of compilation in a usable measured time; with more, the rest is unreliable."""
 
 _KEPT = 1 << 10
+_THREAD = threading.local()
 
 
 class Intervals:
@@ -161,12 +162,23 @@ def watch() -> None:
 
 def begin() -> None:
     """Begin an interval in which the calling thread compiles, or loads compiled code; nests."""
-    _INTERVALS.begin()
+    if not getattr(_THREAD, "aside", False):
+        _INTERVALS.begin()
 
 
 def end() -> None:
     """End the calling thread's last interval."""
     _INTERVALS.end()
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Let time pass while the calling thread compiles what no call waits for."""
+    _THREAD.aside = True
+    try:
+        yield
+    finally:
+        _THREAD.aside = False
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flowkv.core.geometry import PageLayout
 from flowkv.kvt.basis import LEAST_DEVIATION, Basis, chunk_places, digest, shape_of
@@ -182,48 +183,56 @@ class PageCoder:
             first: First layer.
             layers: Number of layers.
         """
-        head, at = read_head(data), _HEAD.size
-        end = at + len(self.places) * _CHUNK.size
-        if head is None or head.basis != self.name or len(data) < end:
+        if (found := self.parts(data)) is None:
             return False
-        sizes = [*_CHUNK.iter_unpack(data[at:end])]
+        page, start_token = self.layout.page_size, found[0] * self.layout.page_size
         views, wanted = self.views(target, layers), range(first, first + layers)
-        for place, chunk, (words, literals, tokens) in zip(
-            self.places, self.basis.chunks, sizes, strict=True
+        for place, chunk, (start, words, literals, tokens) in zip(
+            self.places, self.basis.chunks, found[1].tolist(), strict=True
         ):
-            shape = shape_of(place, self.layout)
-            n = shape[0] * shape[1] * shape[2]
-            start, end = end, end + 2 * (words + literals) + tokens * (1 + 2 * n)
-            if len(data) < end or tokens > self.layout.page_size:
-                return False
             here = range(max(first, place.layers.start), min(wanted.stop, place.layers.stop))
             if not here:
                 continue
+            at = start + 2 * (words + literals)
             coded = CodedSymbols(
                 np.frombuffer(data[start : start + 2 * words], np.uint16),
-                np.frombuffer(data[start + 2 * words :][: 2 * literals], np.int16),
+                np.frombuffer(data[start + 2 * words : at], np.int16),
             )
-            page = self.layout.page_size
             coarse = np.empty((page, chunk.coarse_axes), np.float32)
             fine = np.empty((page, chunk.axes - chunk.coarse_axes), np.int8)
             if not self.basis.tables.decode(coded, chunk.classes, coarse.T, fine.T):
                 return False
             x = chunk.synthesise(torch.from_numpy(coarse), torch.from_numpy(fine))
             if tokens:
-                at = start + 2 * (words + literals)
                 index = np.frombuffer(data[at : at + tokens], np.uint8).astype(np.int64)
                 if int(index.max()) >= page:
                     return False
+                end, rows = at + tokens * (1 + 2 * len(chunk.mean)), torch.from_numpy(index)
                 kept = torch.from_numpy(np.frombuffer(data[at + tokens : end], np.int16).copy())
-                rows = torch.from_numpy(index)
-                x[0][rows], x[1][rows] = kept.view(self._short).view(-1, n).float(), 0
-            side = x[0].new_empty((len(here), shape[1], page, shape[2]))
-            where = None if place.side else (here.start, head.page_no * page)
+                x[0][rows], x[1][rows] = kept.view(self._short).view(tokens, -1).float(), 0
+            _, heads, dim = shape_of(place, self.layout)
+            side = x[0].new_empty((len(here), heads, page, dim))
+            where = None if place.side else (here.start, start_token)
             self.basis.turns.finish(x, chunk.scale, side, here.start - place.layers.start, where)
             if self._dtype is torch.float16:  # what is near its end may come back beyond it
                 side = side.clamp_(-65504.0, 65504.0)
             views[place.side][here.start - first : here.stop - first, place.heads].copy_(side)
-        return end == len(data)
+        return True
+
+    def parts(self, data: memoryview) -> tuple[int, NDArray[np.int64]] | None:
+        """Return the number of a coded page, and where its chunks lie; None if it is none of these.
+
+        Of each chunk, `[chunks, 4]`: its first byte, words, literals and whole tokens.
+        """
+        head, end = read_head(data), _HEAD.size + len(self.places) * _CHUNK.size
+        if head is None or head.basis != self.name or len(data) < end:
+            return None
+        sizes = np.frombuffer(data[_HEAD.size : end], "<u4").reshape(-1, 3).astype(np.int64)
+        n = np.array([len(chunk.mean) for chunk in self.basis.chunks])
+        ends = end + np.cumsum(2 * (sizes[:, 0] + sizes[:, 1] + n * sizes[:, 2]) + sizes[:, 2])
+        if ends[-1] != len(data) or sizes[:, 2].max() > self.layout.page_size:
+            return None
+        return head.page_no, np.column_stack([np.append(end, ends[:-1]), sizes])
 
     def views(self, body: memoryview, layers: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[layers, heads, tokens, dim]` of a page, or of some layers."""

@@ -21,10 +21,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from flowkv.compiled.compiling import SystemClock
@@ -35,6 +37,7 @@ from flowkv.core.geometry import COLD, Geometry, PageLayout, page_layout
 from flowkv.core.memory import address_of
 from flowkv.kvt.basis import digest
 from flowkv.kvt.codec import PageCoder, codable, coded_fingerprint, read_head
+from flowkv.kvt.device import DEVICES, CodedPage, DeviceDecoder, DeviceQueue
 from flowkv.tiers.base import (
     BASIS_LAYOUT,
     CURRENT_LAYOUT,
@@ -74,11 +77,13 @@ class CodedForm(NamedTuple):
         layout: Layout of the raw pages.
         raw: Its fingerprint.
         coded: Fingerprint of coded pages.
+        device: Device of the layers.
     """
 
     layout: PageLayout
     raw: bytes
     coded: bytes
+    device: torch.device
 
 
 class _Current(msgspec.Struct, frozen=True):
@@ -107,11 +112,12 @@ class PageBases:
             layout = page_layout(one, geometry.page_size)
             if one.kind in ("full", "sliding") and codable(layout):
                 fingerprints = layout.fingerprint(), coded_fingerprint(layout)
-                self.forms[group] = CodedForm(layout, *fingerprints)
+                self.forms[group] = CodedForm(layout, *fingerprints, torch.device(one.device))
         self.by_raw = {form.raw: form for form in self.forms.values()}
         self.by_coded = {form.coded: form for form in self.forms.values()}
         self._lock = threading.Lock()
         self._known = dict[bytes, PageCoder]()
+        self._there = lru_cache(len(self.forms))(DeviceDecoder)
         self.current = dict[int, PageCoder]()
         self._counts: Counter[str] = Counter()
         self.recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
@@ -162,6 +168,10 @@ class PageBases:
     def coder(self, name: bytes) -> PageCoder | None:
         """Return the coder of a basis by its name, if it is known."""
         return self._known.get(name)
+
+    def on_device(self, coder: PageCoder) -> DeviceDecoder:
+        """Return the decoder of a coder's pages on their device; the last ones stay there."""
+        return self._there(coder, self.by_raw[coder.layout.fingerprint()].device)
 
     def rounded(self, key: bytes, body: memoryview, page_no: int) -> bytearray | None:
         """Return a raw page as it comes back from the code of another one.
@@ -233,6 +243,7 @@ class PageBases:
             self._drop_prompts()
         if not coders:
             self._known.clear()
+            self._there.cache_clear()
 
 
 def _shared(one: bytes, other: bytes) -> int:
@@ -309,7 +320,7 @@ class CodecTier(OverTier):
         self._made, self._named = set[bytes](), set[bytes]()  # stored here, and named by pages
         self._earlier = list[tuple[bytes, int]]()
         self._storing, self._reading = threading.RLock(), threading.Lock()  # one basis at a time
-        self._cancelled = set[int]()
+        self._cancelled, self._device = set[int](), DeviceQueue()
         self._coded = dict[bytes, int]()  # coded pages here, and their bytes
         self._closed = self._over = False
         name = f"flowkv {inner.name} codec"  # loads never wait for stores
@@ -722,22 +733,38 @@ class CodecTier(OverTier):
             coder, gone = self._coder(head.basis, head.basis_bytes, form.layout)
         layers, step = form.layout.layers, form.layout.stripe_stride_bytes
         count = item.stripes or layers - item.first
-        if coder is not None:
-            n_bytes = count * step
-            if not 0 <= item.first < item.first + count <= layers:
-                answer = answer._replace(reason="stripes")
-            elif item.target.nbytes < n_bytes or item.target.readonly:
-                answer = answer._replace(outcome=Outcome.FAILED, reason="target")
-            elif coder.decode(memoryview(data), item.target.cast("B")[:n_bytes], item.first, count):
-                answer = one.answer(Outcome.HIT)
-                answer = answer._replace(n_bytes=n_bytes, info=_as_raw(info, form))
-                self.bases.note_decoded(item.key, n_bytes, coder.name)
+        if coder is not None and not 0 <= item.first < item.first + count <= layers:
+            answer = answer._replace(reason="stripes")
+        elif coder is not None and (item.target.nbytes < count * step or item.target.readonly):
+            answer = answer._replace(outcome=Outcome.FAILED, reason="target")
+        elif coder is not None:
+            target = item.target.cast("B")[: count * step]
+            done = partial(self._decoded, one, _as_raw(info, form))
+            page = CodedPage(coder, data, target, item.first, count, done)
+            if form.device.type in DEVICES:
+                self._device.decode_soon(page, self.bases.on_device)
             else:
-                answer = answer._replace(reason="digest")
-        # Never readable again, and in the way of a new one.
-        if (gone or answer.reason == "digest") and self.inner.writable:
-            self.delete([item.key])
-            self.bases.drop(item.key)
+                done(page, None)
+            return
+        self._settle(one, answer, gone=gone)
+
+    def _decoded(self, one: _Asked, info: FrameInfo, page: CodedPage, sound: bool | None) -> None:
+        """Answer a load, with a page that a device decoded, or that is decoded here."""
+        with self._answering(one):
+            self.bases.count(device_pages=sound is not None)
+            if sound is None:
+                sound = page.coder.decode(memoryview(page.data), *page[2:5])
+            answer = one.answer(Outcome.MISS, "digest")
+            if sound:
+                answer = one.answer(Outcome.HIT)._replace(n_bytes=page.target.nbytes, info=info)
+                self.bases.note_decoded(one.item.key, page.target.nbytes, page.coder.name)
+            self._settle(one, answer, gone=not sound)
+
+    def _settle(self, one: _Asked, answer: TierAnswer, *, gone: bool) -> None:
+        """Answer a load; remove a page that is never readable again, in the way of a new one."""
+        if gone and self.inner.writable:
+            self.delete([one.item.key])
+            self.bases.drop(one.item.key)
         self._post(one, answer._replace(seconds=(self._clock.now_ns() - one.start_ns) / 1e9))
 
     def _encode(self, one: _Asked, coder: PageCoder, page: Any) -> None:
