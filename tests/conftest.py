@@ -218,7 +218,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--queued"):
         skips["at_once"] = "of what a CPU does at once, or with a device of its own"
     for item in items:
-        for word in skips.keys() & set(item.keywords):
+        # Not keywords: those have the names of folders, also above the project.
+        for word in skips.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(pytest.mark.skip(reason=skips[word]))
 
 

@@ -86,6 +86,7 @@ def test_bases_that_are_not_written(tmp_path: Path, capsys: pytest.CaptureFixtur
     for words, status, why in (
         (("--kl", "x"), 2, "Write kvt or kvt:kl=0.01"),
         (("--text", "none"), 2, "none cannot be read"),
+        (("--model", "none", "--out", f"{tmp_path}/none/x"), 2, "none is no directory"),
         (("--kl", "1e-13"), 1, "no setting tried keeps"),
     ):
         found, said = told(tmp_path, capsys, *words)

@@ -26,6 +26,8 @@ def add_verb(verb: AddVerb) -> None:
 def _calibrate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     cold = f"kvt:kl={given.kl}" if given.kl else "kvt"
     load_config(cold=cold)
+    if not given.out.parent.is_dir():  # before minutes of learning
+        raise ConfigError(f"{given.out.parent} is no directory", "Make it, or name another file")
     text = read_text(given.text)
     with screen.progress("loading the model"):
         import torch

@@ -269,7 +269,7 @@ class StreamedWeights:
     ) -> None:
         budget, device, host, disk = places
         self.bus = Bus() if bus is None else bus
-        self._lock = threading.RLock()
+        self._lock, self._pid = threading.RLock(), os.getpid()
         self._model, self._handles = model, list[Any]()
         self._counts = dict.fromkeys(("met", "hits", "reads", "read_bytes", "changed_bytes"), 0)
         self._blocked_s, self._state = 0.0, "attached"
@@ -376,14 +376,31 @@ class StreamedWeights:
 
     def _call(self, module: nn.Module, *args: Any, **given: Any) -> Any:
         """Call a module with its weights in memory until the call ends, in any way."""
+        own: Any = type(module)._call_impl
+        if os.getpid() != self._pid:
+            if all(unit.bound for unit in self._units):
+                return own(module, *args, **given)
+            self._refuse_fork()
         with self._lock:
             depth = len(self._stack)
             try:
                 self._before(module)
-                own: Any = type(module)._call_impl
                 return own(module, *args, **given)
             finally:
                 self._back_to(depth)
+
+    def _refuse_fork(self) -> None:
+        """Refuse a forked process, in which no thread reads weights.
+
+        Raises:
+            StateError: This is not the process that attached the weights.
+        """
+        if os.getpid() != self._pid:
+            raise StateError(
+                "weights of this model are not in memory, and only the process that attached them "
+                "reads them: this one was forked from it",
+                "Load the model and attach its weights in this process",
+            )
 
     # The methods below run in the thread that computes, under the lock.
 
@@ -470,6 +487,8 @@ class StreamedWeights:
 
     def _sums(self, stored: StoredTensor) -> bytes:
         """Return the sums that name the content of a weight."""
+        if os.getpid() != self._pid:
+            raise UnnamedError("a weight that only a parent process reads")
         try:
             return self._reader.submit(self._checkpoint.sums, stored).result()
         except RuntimeError as error:  # the reader is shut down
@@ -657,10 +676,11 @@ class StreamedWeights:
         """Remove the hooks, and load all weights as ordinary tensors; changes are kept.
 
         Raises:
-            StateError: A forward is under way, the weights are closed, or a weight was written to
-                while it was not in memory.
+            StateError: A forward is under way, the weights are closed, a weight was written to
+                while it was not in memory, or this is a forked process.
             StoreError: A weight cannot be read; the weights are still attached.
         """
+        self._refuse_fork()
         with self._lock:
             if self._state == "detached":
                 return
@@ -689,8 +709,11 @@ class StreamedWeights:
     def close(self) -> None:
         """Close without reading anything: weights that are not in memory stay empty.
 
-        The model raises when it is called, and cannot be used without being loaded again.
+        The model raises when it is called, and cannot be used without being loaded again. In a
+        forked process this does nothing.
         """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._stack:
                 raise StateError("weights are in use", "Close between forwards")
@@ -716,7 +739,7 @@ class StreamedWeights:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._state == "attached":
+        if self._state == "attached" and os.getpid() == self._pid:
             self.detach()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -801,3 +802,40 @@ def test_hooks_of_a_module_find_its_weights(tmp_path: Path) -> None:
     model(torch.arange(9)[None])
     assert seen == [48 * 96] * 2
     weights.detach()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("budget", ["50%", "64MiB"])
+def test_a_forked_child_never_waits_for_the_parents_reader(tmp_path: Path, budget: str) -> None:
+    """It computes what is in memory, and refuses the rest at once; so for a lock of the parent."""
+    model, x = stack(12, 64), torch.rand(2, 64)
+    wanted = model(x)
+    with flowkv.attach_weights(model, budget=budget, disk=str(tmp_path)) as weights:
+        assert torch.equal(model(x), wanted)
+        taken, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with weights._lock:
+                taken.set()
+                over.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert taken.wait(10)
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends a child that waits
+            signal.alarm(20)
+            try:
+                ok = torch.equal(model(x), wanted) and budget == "64MiB"
+            except StateError:
+                ok = budget == "50%"
+            with contextlib.suppress(StateError):
+                weights.detach()
+                ok = False
+            weights.close()
+            os._exit(0 if ok else 1)
+        over.set()
+        thread.join()
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(model(x), wanted)
