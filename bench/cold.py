@@ -12,13 +12,14 @@ import inspect
 import itertools
 import json
 import math
+import os
 import statistics
 import tempfile
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,8 @@ from flowkv.kvt.codec import read_head
 from flowkv.report.screen import Screen
 from flowkv.tiers.base import Outcome, TierAnswer
 from flowkv.tiers.disk.tier import DiskTier
+from flowkv.tiers.remote.objects import ObjectTier
+from tests.tiers.remote.servers import object_server
 
 _ROOT = Path(__file__).parents[1]
 
@@ -178,12 +181,12 @@ def objects(model: str, bound: float, tokens: int, say: Callable[[str], object])
 
 
 @contextmanager
-def paced(rate: float) -> Iterator[None]:
-    """Let all disk tiers answer loads at no more than so many bytes a second, inside the block."""
-    poll, free_s = DiskTier.poll, [0.0]
+def paced(rate: float, kind: type[DiskTier | ObjectTier]) -> Iterator[None]:
+    """Let tiers of a kind answer loads at no more than so many bytes a second, inside the block."""
+    poll, free_s = kind.poll, [0.0]
     held = dict[int, deque[tuple[float, TierAnswer]]]()
 
-    def slowly(self: DiskTier, timeout_s: float = 0.0) -> list[TierAnswer]:
+    def slowly(self: Any, timeout_s: float = 0.0) -> list[TierAnswer]:
         mine, end_s = held.setdefault(id(self), deque()), time.perf_counter() + timeout_s
         while True:
             wait_s = max(0.0, (mine[0][0] if mine else end_s) - time.perf_counter())
@@ -197,7 +200,7 @@ def paced(rate: float) -> Iterator[None]:
             if due or now_s >= end_s:
                 return due
 
-    with patch.object(DiskTier, "poll", slowly):
+    with patch.object(kind, "poll", slowly):
         yield
 
 
@@ -205,21 +208,32 @@ WAYS: dict[str, dict[str, Any]] = {"raw": {}, "kv8": {"codec": "kv8"}, "kvt": {"
 
 
 def first_tokens(
-    model: str, tokens: int, rate: float, rounds: int, say: Callable[[str], object]
+    model: str, tokens: int, given: argparse.Namespace, say: Callable[[str], object]
 ) -> list[dict[str, Any]]:
-    """Seconds to the first token behind a prompt on a disk of a rate, by way, in a later process.
+    """Seconds to the first token behind a prompt on a tier of a rate, by way, in a later process.
 
     A prompt of another text is stored in each way; every round opens each store once.
     """
+    rate = 1e6 * given.rate
     loaded = flowkv.load(model)
     ids = {name: loaded.encode(text) for name, text in texts().items()}
     prompt = torch.tensor([ids["guides"][: tokens + 1]])
     took: dict[str, list[float]] = {way: [] for way in WAYS}
     shape = {"max_new_tokens": 1, "do_sample": False}
-    with tempfile.TemporaryDirectory() as place, paced(rate):
-        for number in range(rounds + 1):
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = stack.enter_context(object_server(place)) if given.s3 else None
+        if server:
+            own = server.options
+            names = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
+            names |= {key: f"AWS_{key.upper()}" for key in ("access_key_id", "secret_access_key")}
+            found = {names[key]: own[key] for key in names} | {"AWS_ALLOW_HTTP": "true"}
+            stack.enter_context(patch.dict(os.environ, found))
+        stack.enter_context(paced(rate, ObjectTier if server else DiskTier))
+        for number in range(given.rounds + 1):
             for way, options in WAYS.items():
-                with flowkv.attach(loaded.model, disk=f"{place}/{way}:4GiB", **options) as kv:
+                below = f"{server.uri}/{way}" if server else f"disk:{place}/{way}:4GiB"
+                with flowkv.attach(loaded.model, tiers=["gpu:1GiB", below], **options) as kv:
                     if not number and way == "kvt":
                         say(str(kv.calibrate(ids["explanations"][:16384])))
                     time.sleep(number and 1.0)  # the basis is read, as in a process that serves
@@ -230,7 +244,7 @@ def first_tokens(
                     reused = kv.stats()["tokens_reused"]
                     if number:
                         took[way].append(seconds)
-                    say(f"{way} {seconds:.3f} s, {reused} of {tokens + 1} tokens from the disk")
+                    say(f"{way} {seconds:.3f} s, {reused} of {tokens + 1} tokens from the tier")
     ratios = {way: [a / b for a, b in zip(took[way], took["kv8"], strict=True)] for way in WAYS}
     return [
         {
@@ -250,8 +264,7 @@ def _cold(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     warnings.simplefilter("ignore", flowkv.ExperimentalWarning)
     bounds = [float(one) for one in given.kl.split(",")]
     if given.rate:
-        rate = 1e6 * given.rate
-        rows = first_tokens(given.model, 2048, rate, given.rounds, screen.say)
+        rows = first_tokens(given.model, 2048, given, screen.say)
     elif given.objects:
         rows = objects(given.model, bounds[0], given.others, screen.say)
     else:
@@ -278,6 +291,8 @@ def add_verbs(verb: AddVerb) -> None:
         type=float,
         default=0.0,
     )
+    about = "with --rate: from S3 (`rclone serve s3`) instead of a disk"
+    added.add_argument("--s3", action="store_true", help=about)
     about = "judge objects of LMCache's serde instead, in a process that can import LMCache"
     added.add_argument("--objects", action="store_true", help=about)
     added.option("--rounds", "N", "of --rate; default %(default)s", type=int, default=5)
