@@ -3,7 +3,8 @@
 A prompt's context is read once and kept in each approximate way; its question is then read
 exactly behind each. Three kinds of tasks, because each alone calls some way free:
 
-- *needle* and *passkey*: one number in repeated noise; right if greedy decoding says all of it.
+- *needle* and *passkey*: one number in repeated noise; right if greedy decoding says all of it,
+  behind at most four other tokens, such as a colon.
 - Six tasks of RULER (arXiv 2404.06654) that need no other data. Small models cannot solve them, but
   rank answers: the score is the share of pairs of a right and a wrong answer, both of the context,
   in which the right one is likelier.
@@ -47,6 +48,8 @@ from flowkv.report.screen import Screen
 
 _ROOT = Path(__file__).parents[1]
 EXACT, TAIL, BANDS, SEED = "exact", 256, (16, 64, 256), 2027
+BEFORE = 4
+"""Most tokens that decoding may say before the answer of a needle or passkey."""
 DOCUMENTS = 4
 """Parts of a context that are known as documents, for reuse behind another beginning."""
 WAYS = ("kvt:kl=0.005", "kvt:kl=0.02", "kv8", "k8v4", "kv4c", "2 bits", "sparsify", "blend")
@@ -428,7 +431,13 @@ def answered(reader: Reader, state: Any, prompt: Prompt) -> float:
         return torch.cat([last, reader.tried(state, answer[:-1])])
 
     if not prompt.wrong:
-        return float(torch.equal(said(prompt.right[0]).argmax(-1), prompt.right[0]))
+        (right,) = prompt.right
+        if torch.equal(said(right).argmax(-1), right):
+            return 1.0
+        spoken = last.argmax(-1)
+        while len(spoken) < len(right) + BEFORE:
+            spoken = torch.cat([spoken, reader.tried(state, spoken)[-1:].argmax(-1)])
+        return float((spoken.unfold(0, len(right), 1) == right).all(1).any())
 
     def likely(answer: torch.Tensor) -> float:
         return said(answer).log_softmax(-1).gather(1, answer[:, None]).mean().item()

@@ -89,6 +89,13 @@ def test_answers_are_scored_by_what_the_model_says(
     assert longtasks.answered(_Said(" 12"), [], prompt) == score
 
 
+@pytest.mark.parametrize(("said", "score"), [(": 12", 1.0), ("as: 12", 1.0), (" = say 12", 0.0)])
+def test_a_number_is_right_behind_a_few_other_tokens(said: str, score: float) -> None:
+    some = [torch.tensor(encode(" 12"))]
+    prompt = Prompt(torch.tensor([0]), torch.tensor([1, 2, 3, 4]), some, [])
+    assert longtasks.answered(_Said(said), [], prompt) == score
+
+
 class _Lost(Coded):
     """A way that loses all pages, which every table has to show."""
 
