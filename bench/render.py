@@ -577,27 +577,28 @@ def _by_length(rows: list[list[str]]) -> list[list[str]]:
 @block
 def cold(results: Results) -> str:
     rows = results.get("cold_cpu", {}).get("rows", [])
-    head = "bound", "text", "bits a value", "KL", "same token", "perplexity", "tokens judged"
-    lines = [
-        [
-            f"{row['bound']:g}",
-            row["text"],
-            f"{row['bits']:.2f}",
-            f"{row['kl']:.4f}",
-            f"{row['same_token']:.3f}",
-            f"{100 * row['perplexity']:+.1f}%",
-            f"{row['tokens']:,.0f}",
-        ]
-        for row in rows
-    ]
-    return table(head, lines) if lines else NOT_YET
+    bounds = list(dict.fromkeys(row["bound"] for row in rows))
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        said = f"{row['bits']:.2f}, {row['kl']:.4f}, {row['same_token']:.3f}"
+        said += f", {100 * row['perplexity']:+.1f}%"
+        lines.setdefault(f"{row['text']}, {row['tokens']:,.0f}", []).append(said)
+    head = ["text, tokens judged", *(f"at most {bound:g}" for bound in bounds)]
+    return table(head, [[text, *said] for text, said in lines.items()]) if lines else NOT_YET
 
 
 @block
 def longtasks(results: Results) -> str:
-    """For each text and way: divergence, share of same tokens and perplexity."""
+    """For each task and way: right answers; for each text: divergence, same tokens, perplexity."""
     parts = []
     for head, rows in results.get("longtasks_cpu", {}).get("tables", []):
+        if "KL" not in head:
+            names = [way + f", {bits} bits" * bool(bits) for way, bits, *_ in rows]
+            cells = zip(*(row[2:] for row in rows), strict=True)
+            tasks = [one.partition(":")[0] for one in head[2:]]
+            shares = [[task, *own] for task, own in zip(tasks, cells, strict=True)]
+            parts.append(table(["task, tokens", *names], shares))
+            continue
         lines: dict[str, dict[str, str]] = {}
         widest = 0.0
         for row in rows:
