@@ -418,6 +418,8 @@ class TierStack:
         for number, tier in enumerate(self.tiers):
             if block.tiers >> number & 1 and tier.writable:
                 tier.delete([block.key])
+            if isinstance(tier, CodecTier):
+                tier.bases.drop(block.key)
         self.unlist_all(block)
 
     def unlist_all(self, block: Block) -> None:

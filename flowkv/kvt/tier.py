@@ -206,9 +206,10 @@ class PageBases:
                 self._drop(next(iter(self.recent)))
 
     def drop(self, key: bytes) -> None:
-        """Forget a coded page that cannot be read."""
+        """Forget a coded page that cannot be read, or is wrong: it is made anew."""
         with self._lock:
             self._drop(key)
+            self.decoded.pop(key, None)
 
     def _drop(self, key: bytes) -> None:
         if key in self.recent:

@@ -280,6 +280,38 @@ def test_coded_pages_are_audited(
         assert kv.stats()["audit"]["mismatches"] > 0
 
 
+def test_a_wrong_page_is_not_remembered_once_it_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An audit forgets it; what lies in memory of its coded form is not the page made after it."""
+    model, encode, wrong = models.causal("llama"), PageCoder.encode, True
+
+    def encoded(one: Any, body: memoryview, page_no: int) -> Any:
+        own = bytearray(body)
+        for view in one.views(memoryview(own)) if wrong else ():
+            view.copy_(view.roll(1, 2))
+        return encode(one, memoryview(own), page_no)
+
+    monkeypatch.setattr(PageCoder, "encode", encoded)
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60)
+    wrong = False
+    with cold(model, tmp_path, audit=1.0, gpu="1MiB") as kv:
+        with pytest.warns(UserWarning, match="restored"):
+            answer(model)
+        assert kv.stats()["audit"]["mismatches"] == 1
+        answer(model)
+        for seed in range(20):  # the page leaves the device
+            ask(model, text(240, seed + 50))
+            assert kv.flush(60)
+        kept, again = kv.stats()["audit"], reused(kv)
+        answer(model)
+        assert reused(kv) > again and kv.stats()["audit"]["audited"] > kept["audited"]
+        assert kv.stats()["audit"]["mismatches"] == 1
+
+
 def test_coded_pages_of_another_geometry_are_passed_over(tmp_path: Path) -> None:
     model = models.causal("llama")
     with cold(model, tmp_path) as kv:
