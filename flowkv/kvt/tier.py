@@ -104,6 +104,7 @@ class PageBases:
         current: Coders of new pages, by group; pages of other groups stay raw.
         recent: Coded pages that were loaded, with their descriptions.
         decoded: Keys of pages that were decoded.
+        dropped: How often all bases were dropped, as their model was forgotten or changed.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -124,7 +125,7 @@ class PageBases:
         self.decoded = dict[bytes, bytes]()
         self._seen = list[NDArray[Any]]()  # what prompts brought
         self._begun, self._room = list[bytes](), MOST_SEEN  # these prompts whole, sorted
-        self._asked = False
+        self._asked, self.dropped = False, 0
 
     def keep_prompt(self, ids: NDArray[Any]) -> None:
         """Keep the tokens of a prompt that begin none before, to learn bases from them."""
@@ -237,14 +238,21 @@ class PageBases:
         with self._lock:
             return {"groups": len(self.current), **measured, **self._counts}
 
-    def use(self, coders: dict[int, PageCoder]) -> None:
-        """Code pages of these groups from now on; those of others stay raw."""
+    def use(self, coders: dict[int, PageCoder], since: int | None = None) -> bool:
+        """Code pages of these groups from now on; those of others stay raw.
+
+        Return False if the bases were dropped since `dropped` was `since`: nothing is changed then.
+        """
         with self._lock:
+            if since not in (None, self.dropped):
+                return False
             self.current, self._asked = coders, bool(coders)
             self._drop_prompts()
-        if not coders:
-            self._known.clear()
-            self._there.cache_clear()
+            if not coders:
+                self.dropped += 1
+                self._known.clear()
+                self._there.cache_clear()
+        return True
 
 
 def _shared(one: bytes, other: bytes) -> int:
@@ -399,6 +407,8 @@ class CodecTier(OverTier):
         with self._storing:
             if coder.name in self._held or self._clock.now_ns() < self._again_ns:
                 return coder.name in self._held
+            if self.bases.coder(coder.name) is None:  # dropped meanwhile
+                return False
             if self.basis_bytes() > self.capacity_bytes // 4:  # more than they save
                 return False
             current = self.bases.current.items()
@@ -794,10 +804,18 @@ class CodecTier(OverTier):
         """Remove all that is remembered of frames that were erased, here or by others."""
         self._drop(keys)
         self.bases.forget()
-        if self._current_key() in keys:  # the model is forgotten, and what was learned with it
-            self._held.clear()
-            self._earlier.clear()
-            self.bases.use({})
+
+    def drop_bases(self, covers: Callable[[bytes, bytes], bool]) -> None:
+        """Drop the bases if their model is forgotten, and store them no more.
+
+        Args:
+            covers: Returns whether the frames of a tenant and a namespace are forgotten.
+        """
+        if covers(_NOTHING, self._namespace):
+            with self._storing:
+                self._held.clear()
+                self._earlier.clear()
+                self.bases.use({})
 
     def _drop(self, keys: Sequence[bytes]) -> None:
         with self._lock:
