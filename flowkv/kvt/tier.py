@@ -385,6 +385,9 @@ class CodecTier(OverTier):
         own = {coder.name for coder in coders}
         with self._storing:
             self._again_ns, left = 0, self.capacity_bytes // 4 - self.basis_bytes()
+            # Until they lie here, those in use before stay, and the record of them.
+            if left < 0 or not all([self._put_basis(coder) for coder in coders]):
+                return False
             earlier = dict([*said.bases.values(), *said.earlier, *self._earlier])
             self._earlier, most = [], EARLIER * len(self.bases.forms)
             for name in [name for name in earlier if name not in own]:
@@ -414,16 +417,17 @@ class CodecTier(OverTier):
             current = self.bases.current.items()
             said = {group: (one.name, len(one.data)) for group, one in current}
             data = msgspec.msgpack.encode(_Current(said, self._earlier))
-            own = _basis_key(coder.name)
-            if not self.inner.contains([own])[0]:
-                self._made.add(coder.name)
-            if self._put(own, BASIS_LAYOUT, coder.data) and (
-                self._put(self._current_key(), CURRENT_LAYOUT, data)
-            ):
+            if self._put_basis(coder) and self._put(self._current_key(), CURRENT_LAYOUT, data):
                 self._held.add(coder.name)
             else:
                 self._again_ns = self._clock.now_ns() + round(_AGAIN_S * 1e9)
             return coder.name in self._held
+
+    def _put_basis(self, coder: PageCoder) -> bool:
+        own = _basis_key(coder.name)
+        if not self.inner.contains([own])[0]:
+            self._made.add(coder.name)
+        return self._put(own, BASIS_LAYOUT, coder.data)
 
     def _current_key(self) -> bytes:
         return hashlib.blake2b(self._namespace, digest_size=32, person=b"kvt current").digest()

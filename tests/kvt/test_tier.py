@@ -193,6 +193,34 @@ def test_a_basis_stored_twice_is_read_by_later_processes(tmp_path: Path) -> None
     again.close()
 
 
+@pytest.mark.parametrize("end", [Outcome.FAILED, SystemExit])
+def test_a_basis_that_cannot_be_stored_costs_not_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Any
+) -> None:
+    """A disk is full, or the process is killed meanwhile."""
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    assert tier.store_bases()
+    store(tier)
+    own = tier.inner.submit_store
+
+    def submit_store(items: list[Store], **how: Any) -> int:
+        if items[0].info.layout == kvt_tier.BASIS_LAYOUT:
+            if end is SystemExit:
+                raise SystemExit
+            items = [items[0]._replace(info=items[0].info._replace(stripe_bytes=0))]
+        return own(items, **how)
+
+    monkeypatch.setattr(tier.inner, "submit_store", submit_store)
+    tier.bases.use({0: tier.bases.add(OTHER)})
+    assert not tier.store_bases()
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    list(again.scan())
+    assert again.bases.current[0].name == CODER.name
+    assert {load(again, number)[0].outcome for number in range(6)} == {Outcome.HIT}
+    again.close()
+
+
 def basis(number: int) -> PageCoder:
     return learner(SOURCE).coder(1e-3, {"number": float(number)})
 
