@@ -427,6 +427,8 @@ class CodecTier(OverTier):
         own = _basis_key(coder.name)
         if not self.inner.contains([own])[0]:
             self._made.add(coder.name)
+        elif self._get(own, BASIS_LAYOUT, len(coder.data)) not in (None, coder.data):
+            self.inner.delete([own])  # damaged, or of another secret: it would stay
         return self._put(own, BASIS_LAYOUT, coder.data)
 
     def _current_key(self) -> bytes:

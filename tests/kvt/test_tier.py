@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -692,6 +693,31 @@ def test_sealed_tiers_hold_coded_pages(tmp_path: Path, kind: str) -> None:
             assert answer.outcome is Outcome.HIT and near(got, PAGES[number])
         assert tier.bases.measured()["pages"] == 3
         tier.close()
+
+
+@pytest.mark.parametrize("kind", ["damaged", "another secret"])
+def test_a_basis_that_cannot_be_read_is_stored_anew(tmp_path: Path, kind: str) -> None:
+    first, then = (bytes([n]) * 32 for n in (1, 1 + (kind == "another secret")))
+    tier = made(DiskTier(tmp_path, 64 << 20, envelope=envelope_of("aead", first)))
+    assert tier.store_bases()
+    tier.close()
+    if kind == "damaged":
+        for slab in tmp_path.glob("slab-*"):
+            data = bytearray(slab.read_bytes())
+            data[4096:] = bytes(one ^ 1 for one in data[4096:])
+            slab.write_bytes(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that frames have another secret
+        tier = made(DiskTier(tmp_path, 64 << 20, envelope=envelope_of("aead", then)))
+    assert tier.store_bases()
+    store(tier)
+    assert tier.bases.measured()["pages"] == len(PAGES)
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20, envelope=envelope_of("aead", then)), basis=None)
+    list(again.scan())
+    assert again.bases.current[0].name == CODER.name
+    assert {load(again, number)[0].outcome for number in range(6)} == {Outcome.HIT}
+    again.close()
 
 
 @pytest.mark.parametrize("name", ["encode", "decode"])
