@@ -61,6 +61,7 @@ def forget_realm(store: PageStore, realm: Realm) -> int:
         StoreError: A tier cannot prove that it holds none of them any more.
     """
     store.tails.drop()
+    store.stack.drop_bases(lambda tenant, namespace: realm.covers((namespace, tenant, 0)))
     names = _Names(realms=[realm_name(*realm)])
     try:
         with _alone(store) as problems:
@@ -292,7 +293,8 @@ def _drop(store: PageStore, number: int, erased: Erased) -> int:
     covers, index = lru_cache(erased.covers), store.index
     doomed = {b: None for b in index if erased.has(b.key) or covers(b.tenant, b.namespace)}
     doomed |= dict.fromkeys(index.below(erased.ends))
-    store.stack.lose(list(doomed), number if erased.proven else -1)
+    whole = covers if erased.realms or erased.everything else None
+    store.stack.lose(list(doomed), number if erased.proven else -1, whole)
     store.forget(*doomed)
     index.ghosts.bury({block.key for block in doomed})
     index.ghosts.bury_realm(lambda realm: covers(realm[1], realm[0]))

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import math
 import os
+import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
@@ -89,12 +90,10 @@ class ArchiveWriter:
 
     def __init__(self, path: str | os.PathLike[str], envelope: Envelope) -> None:
         self.path, self._envelope = Path(path), envelope
-        self._partly = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        self._partly = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}.part")
         self.frames, self.n_bytes, self._entries = 0, 0, list[_Entry]()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self._named():
-            with contextlib.suppress(FileNotFoundError):
-                self._partly.unlink()  # left by a killed process with the same id
             self._file: BinaryIO = os.fdopen(os.open(self._partly, flags, 0o600), "wb")
             self._write(MAGIC + VERSION.to_bytes(4, "little"))
 

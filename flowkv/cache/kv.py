@@ -323,7 +323,7 @@ class KV:
         self.graphed: dict[str, Any] = {"captured": 0, "replayed": 0, "bytes": 0}
         self.graphed.update(eager="", prompts="")
         self.bases: PageBases | None = None
-        self._calibrates: Callable[[Any, PageBases, float], dict[str, float]] | None = None
+        self._calibrates: Callable[[Any, float], dict[str, float]] | None = None
         self._learns: Callable[[Items[Tokens], str | None], int] | None = None
         self._unlearns: Callable[[Tokens, str | None], int] = lambda tokens, tenant: 0
         self._tiers: list[Tier] = []
@@ -1463,15 +1463,15 @@ class KV:
 
         Raises:
             ConfigError: There are too few tokens, or the model's pages cannot be coded.
-            StateError: No model is attached with `cold="kvt"`.
+            StateError: No model is attached with `cold="kvt"`; or it was forgotten, or changed,
+                meanwhile.
         """
         if self._calibrates is None or self.bases is None or not self.config.cold:
             raise StateError("this cache codes no pages", 'Attach the model with cold="kvt"')
         bound = self.config.cold_divergence() if kl is None else kl
         if not 0 < bound < 10:
             raise ConfigError(f"kl={kl}", "Name a divergence above 0 and below 10, such as 0.005")
-        tokens = self.bases.kept_tokens() if tokens is None else tokens
-        found = self._calibrates(tokens, self.bases, bound)
+        found = self._calibrates(tokens, bound)
         if not found["kept"]:
             return found
         stored = list[bool]()
@@ -1772,7 +1772,7 @@ def follow(  # noqa: PLR0913 - each callback of the attaching code has a name
     unlearn: Callable[[Tokens, str | None], int] | None = None,
     long: Callable[[], tuple[int, Salt] | None] | None = None,
     record: Callable[[Sequence], object] | None = None,
-    calibrate: Callable[[Any, PageBases, float], dict[str, float]] | None = None,
+    calibrate: Callable[[Any, float], dict[str, float]] | None = None,
 ) -> None:
     """Register callbacks of the code that attaches a cache to a model.
 

@@ -25,7 +25,7 @@ from flowkv.kvt.tier import CodecTier
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
 from flowkv.policy.base import Policy
 from flowkv.residency.keyed import PolicyPlace
-from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer, listed
+from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer, bases_in, listed
 from flowkv.tiers.erasure_log import ErasureLogs
 from flowkv.tiers.host import HostTier
 
@@ -418,6 +418,8 @@ class TierStack:
         for number, tier in enumerate(self.tiers):
             if block.tiers >> number & 1 and tier.writable:
                 tier.delete([block.key])
+            if isinstance(tier, CodecTier):
+                tier.bases.drop(block.key)
         self.unlist_all(block)
 
     def unlist_all(self, block: Block) -> None:
@@ -525,15 +527,30 @@ class TierStack:
         there = ((n, block) for block in blocks for n in numbers if block.tiers >> n & 1)
         self.listing.quarantined |= {(number, block.key) for number, block in there}
 
-    def lose(self, blocks: Sequence[Block], erased_from: int) -> None:
+    def drop_bases(self, covers: Callable[[bytes, bytes], bool]) -> None:
+        """Drop the bases of coded pages, where `covers(tenant, namespace)` says so."""
+        for tier in self.tiers:
+            if isinstance(tier, CodecTier):
+                tier.drop_bases(covers)
+
+    def lose(
+        self,
+        blocks: Sequence[Block],
+        erased_from: int,
+        covers: Callable[[bytes, bytes], bool] | None = None,
+    ) -> None:
         """Erase from all tiers the blocks that another cache erased.
 
         Args:
             blocks: The erased blocks.
             erased_from: Number of a tier that they are gone from already, -1 if there is none.
+            covers: Returns whether the bases of a tenant and a namespace were erased, too.
         """
+        if covers is not None:
+            self.drop_bases(covers)
         for number, tier in enumerate(self.tiers):
             keys = [block.key for block in blocks if block.tiers >> number & 1]
+            keys += bases_in(tier, covers) if covers is not None else ()
             if isinstance(tier, CodecTier):
                 tier.drop_copies(keys)
             if number == erased_from or not keys:

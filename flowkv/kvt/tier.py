@@ -104,6 +104,7 @@ class PageBases:
         current: Coders of new pages, by group; pages of other groups stay raw.
         recent: Coded pages that were loaded, with their descriptions.
         decoded: Keys of pages that were decoded.
+        dropped: How often all bases were dropped, as their model was forgotten or changed.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -124,7 +125,7 @@ class PageBases:
         self.decoded = dict[bytes, bytes]()
         self._seen = list[NDArray[Any]]()  # what prompts brought
         self._begun, self._room = list[bytes](), MOST_SEEN  # these prompts whole, sorted
-        self._asked = False
+        self._asked, self.dropped = False, 0
 
     def keep_prompt(self, ids: NDArray[Any]) -> None:
         """Keep the tokens of a prompt that begin none before, to learn bases from them."""
@@ -206,9 +207,10 @@ class PageBases:
                 self._drop(next(iter(self.recent)))
 
     def drop(self, key: bytes) -> None:
-        """Forget a coded page that cannot be read."""
+        """Forget a coded page that cannot be read, or is wrong: it is made anew."""
         with self._lock:
             self._drop(key)
+            self.decoded.pop(key, None)
 
     def _drop(self, key: bytes) -> None:
         if key in self.recent:
@@ -236,14 +238,21 @@ class PageBases:
         with self._lock:
             return {"groups": len(self.current), **measured, **self._counts}
 
-    def use(self, coders: dict[int, PageCoder]) -> None:
-        """Code pages of these groups from now on; those of others stay raw."""
+    def use(self, coders: dict[int, PageCoder], since: int | None = None) -> bool:
+        """Code pages of these groups from now on; those of others stay raw.
+
+        Return False if the bases were dropped since `dropped` was `since`: nothing is changed then.
+        """
         with self._lock:
+            if since not in (None, self.dropped):
+                return False
             self.current, self._asked = coders, bool(coders)
             self._drop_prompts()
-        if not coders:
-            self._known.clear()
-            self._there.cache_clear()
+            if not coders:
+                self.dropped += 1
+                self._known.clear()
+                self._there.cache_clear()
+        return True
 
 
 def _shared(one: bytes, other: bytes) -> int:
@@ -376,6 +385,9 @@ class CodecTier(OverTier):
         own = {coder.name for coder in coders}
         with self._storing:
             self._again_ns, left = 0, self.capacity_bytes // 4 - self.basis_bytes()
+            # Until they lie here, those in use before stay, and the record of them.
+            if left < 0 or not all([self._put_basis(coder) for coder in coders]):
+                return False
             earlier = dict([*said.bases.values(), *said.earlier, *self._earlier])
             self._earlier, most = [], EARLIER * len(self.bases.forms)
             for name in [name for name in earlier if name not in own]:
@@ -398,21 +410,26 @@ class CodecTier(OverTier):
         with self._storing:
             if coder.name in self._held or self._clock.now_ns() < self._again_ns:
                 return coder.name in self._held
+            if self.bases.coder(coder.name) is None:  # dropped meanwhile
+                return False
             if self.basis_bytes() > self.capacity_bytes // 4:  # more than they save
                 return False
             current = self.bases.current.items()
             said = {group: (one.name, len(one.data)) for group, one in current}
             data = msgspec.msgpack.encode(_Current(said, self._earlier))
-            own = _basis_key(coder.name)
-            if not self.inner.contains([own])[0]:
-                self._made.add(coder.name)
-            if self._put(own, BASIS_LAYOUT, coder.data) and (
-                self._put(self._current_key(), CURRENT_LAYOUT, data)
-            ):
+            if self._put_basis(coder) and self._put(self._current_key(), CURRENT_LAYOUT, data):
                 self._held.add(coder.name)
             else:
                 self._again_ns = self._clock.now_ns() + round(_AGAIN_S * 1e9)
             return coder.name in self._held
+
+    def _put_basis(self, coder: PageCoder) -> bool:
+        own = _basis_key(coder.name)
+        if not self.inner.contains([own])[0]:
+            self._made.add(coder.name)
+        elif self._get(own, BASIS_LAYOUT, len(coder.data)) not in (None, coder.data):
+            self.inner.delete([own])  # damaged, or of another secret: it would stay
+        return self._put(own, BASIS_LAYOUT, coder.data)
 
     def _current_key(self) -> bytes:
         return hashlib.blake2b(self._namespace, digest_size=32, person=b"kvt current").digest()
@@ -793,10 +810,18 @@ class CodecTier(OverTier):
         """Remove all that is remembered of frames that were erased, here or by others."""
         self._drop(keys)
         self.bases.forget()
-        if self._current_key() in keys:  # the model is forgotten, and what was learned with it
-            self._held.clear()
-            self._earlier.clear()
-            self.bases.use({})
+
+    def drop_bases(self, covers: Callable[[bytes, bytes], bool]) -> None:
+        """Drop the bases if their model is forgotten, and store them no more.
+
+        Args:
+            covers: Returns whether the frames of a tenant and a namespace are forgotten.
+        """
+        if covers(_NOTHING, self._namespace):
+            with self._storing:
+                self._held.clear()
+                self._earlier.clear()
+                self.bases.use({})
 
     def _drop(self, keys: Sequence[bytes]) -> None:
         with self._lock:

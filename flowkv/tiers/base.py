@@ -298,6 +298,13 @@ CURRENT_LAYOUT = hashlib.sha256(b"flowkv.kvt current/1").digest()[:16]
 """Layouts of the bases of coded pages (`flowkv.kvt`), and of the record of those in use."""
 
 
+def bases_in(tier: Tier, covers: Callable[[bytes, bytes], bool]) -> Iterator[bytes]:
+    """Yield the keys of bases, and of their records, where `covers(tenant, namespace)` says so."""
+    for key, info, _ in tier.scan():
+        if info.layout in (BASIS_LAYOUT, CURRENT_LAYOUT) and covers(info.tenant, info.namespace):
+            yield key
+
+
 def evictable(tier: Tier) -> Iterator[Entry]:
     """Yield a tier's frames, oldest store first, without the bases that coded pages need."""
     in_use: Callable[[bytes], bool] = getattr(tier, "in_use", lambda _: True)

@@ -357,6 +357,23 @@ def test_others_go_on_meanwhile(tmp_path: Path) -> None:
     assert len(seen) == 12
 
 
+@pytest.mark.parametrize("first", range(2))
+def test_two_exports_to_one_path_are_both_whole(tmp_path: Path, first: int) -> None:
+    """Two threads, or processes of one number in two containers: the last one stays."""
+    kv, path = make_kv(), tmp_path / "warm.kv"
+    published(kv, Q)
+    info = FrameInfo("state", 0, 0, bytes(16), bytes(32), kv.namespace, 0, 8, 4096, bytes(32))
+    with ArchiveWriter(path, Envelope()) as other:
+        for number in range(2):
+            if number == first:
+                assert kv.export(path, Q).frames == 10
+            other.append(bytes([number]) * 32, info, bytes(4096))
+        assert kv.load(path).known == 10
+    with ArchiveReader(path, Envelope()) as archive:
+        assert [found.header is not None for found in archive.frames()] == [True] * 2
+    assert [one.name for one in tmp_path.iterdir()] == ["warm.kv"]
+
+
 @pytest.mark.parametrize(
     "change",
     [{"layout": b"x" * 16}, {"group": 9}, {"codec": 1, "fidelity": 1}, {"kind": "memo"}],

@@ -18,6 +18,7 @@ from tests.inside import (
     PageCoder,
     PrefixMatcher,
     StateError,
+    StoreError,
     TokenError,
     cache_restore,
     calibrate,
@@ -280,6 +281,38 @@ def test_coded_pages_are_audited(
         assert kv.stats()["audit"]["mismatches"] > 0
 
 
+def test_a_wrong_page_is_not_remembered_once_it_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An audit forgets it; what lies in memory of its coded form is not the page made after it."""
+    model, encode, wrong = models.causal("llama"), PageCoder.encode, True
+
+    def encoded(one: Any, body: memoryview, page_no: int) -> Any:
+        own = bytearray(body)
+        for view in one.views(memoryview(own)) if wrong else ():
+            view.copy_(view.roll(1, 2))
+        return encode(one, memoryview(own), page_no)
+
+    monkeypatch.setattr(PageCoder, "encode", encoded)
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60)
+    wrong = False
+    with cold(model, tmp_path, audit=1.0, gpu="1MiB") as kv:
+        with pytest.warns(UserWarning, match="restored"):
+            answer(model)
+        assert kv.stats()["audit"]["mismatches"] == 1
+        answer(model)
+        for seed in range(20):  # the page leaves the device
+            ask(model, text(240, seed + 50))
+            assert kv.flush(60)
+        kept, again = kv.stats()["audit"], reused(kv)
+        answer(model)
+        assert reused(kv) > again and kv.stats()["audit"]["audited"] > kept["audited"]
+        assert kv.stats()["audit"]["mismatches"] == 1
+
+
 def test_coded_pages_of_another_geometry_are_passed_over(tmp_path: Path) -> None:
     model = models.causal("llama")
     with cold(model, tmp_path) as kv:
@@ -366,6 +399,88 @@ def test_a_forgotten_model_leaves_no_basis(tmp_path: Path, whole: bool) -> None:
         (tier,) = kv.planner.store.stack.tiers
         assert {entry.info.kind for entry in tier.scan()} == (set() if whole else {"memo"})
         assert kv.stats()["cold"]["groups"] == (not whole)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_model_that_is_forgotten_while_it_is_learned_from_gets_no_basis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    model, search = models.causal("llama"), calibrate.search
+    with cold(model, tmp_path) as kv:
+        if again:
+            learn(kv)
+
+        def searched(*given: Any) -> Any:
+            found = search(*given)
+            forget_name(kv, kv.namespace)
+            return found
+
+        monkeypatch.setattr(calibrate, "search", searched)
+        with pytest.raises(StateError, match=r"forgotten.*Calibrate again"):
+            kv.calibrate(text(9 * 256, 1), kl=0.01)
+        answer(model)
+        assert kv.flush(60)
+        (tier,) = kv.planner.store.stack.tiers
+        assert "memo" not in {entry.info.kind for entry in tier.scan()}
+        assert kv.stats()["cold"]["groups"] == 0 and not kv.stats()["cold"].get("pages")
+        monkeypatch.setattr(calibrate, "search", search)
+        learn(kv)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_basis_is_of_the_model_that_it_was_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: bool
+) -> None:
+    model, search = models.causal("llama"), calibrate.search
+    keys = model.model.layers[0].self_attn.k_proj.weight
+
+    def change() -> None:
+        with torch.no_grad():
+            keys.mul_(2)
+
+    def searched(*given: Any) -> Any:
+        found = search(*given)
+        change()
+        return found
+
+    with cold(model, tmp_path) as kv:
+        before = kv.namespace
+        if meanwhile:
+            monkeypatch.setattr(calibrate, "search", searched)
+            with pytest.raises(StateError, match=r"changed.*Calibrate again"):
+                learn(kv)
+            monkeypatch.setattr(calibrate, "search", search)
+        else:
+            change()
+        learn(kv)
+        answer(model)
+        assert kv.namespace != before and kv.stats()["cold"]["groups"] == 1
+    with torch.no_grad():
+        keys.div_(2)
+    with cold(model, tmp_path) as kv:
+        assert kv.namespace == before and kv.stats()["cold"]["groups"] == 0
+
+
+@pytest.mark.parametrize("coded", [True, False])
+def test_a_model_that_another_cache_forgets_leaves_no_basis(tmp_path: Path, coded: bool) -> None:
+    """The cache that may write to the directory erases its bases, whether it uses them or not."""
+    model, other = models.causal("llama"), models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        learn(kv)
+        answer(model)
+        assert kv.flush(60)
+    with cold(model, tmp_path) if coded else attached(model, disk=f"{tmp_path}:256MiB") as kv:
+        with pytest.warns(UserWarning, match="owns"), cold(other, tmp_path) as reader:
+            with pytest.raises(StoreError, match="only be read here"):
+                forget_name(reader, reader.namespace)
+            assert reader.stats()["cold"]["groups"] == 0
+        answer(model)
+        assert kv.flush(60)
+        (tier,) = kv.planner.store.stack.tiers
+        assert "memo" not in {entry.info.kind for entry in tier.scan()}
+        assert not coded or kv.stats()["cold"]["groups"] == 0
+    with cold(model, tmp_path) as kv:
+        assert kv.stats()["cold"]["groups"] == 0
 
 
 def test_quotas_count_what_coded_pages_take(tmp_path: Path) -> None:

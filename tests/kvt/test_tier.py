@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -190,6 +191,34 @@ def test_a_basis_stored_twice_is_read_by_later_processes(tmp_path: Path) -> None
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
     assert again.bases.current[0].name == CODER.name
+    again.close()
+
+
+@pytest.mark.parametrize("end", [Outcome.FAILED, SystemExit])
+def test_a_basis_that_cannot_be_stored_costs_not_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Any
+) -> None:
+    """A disk is full, or the process is killed meanwhile."""
+    tier = made(DiskTier(tmp_path, 64 << 20))
+    assert tier.store_bases()
+    store(tier)
+    own = tier.inner.submit_store
+
+    def submit_store(items: list[Store], **how: Any) -> int:
+        if items[0].info.layout == kvt_tier.BASIS_LAYOUT:
+            if end is SystemExit:
+                raise SystemExit
+            items = [items[0]._replace(info=items[0].info._replace(stripe_bytes=0))]
+        return own(items, **how)
+
+    monkeypatch.setattr(tier.inner, "submit_store", submit_store)
+    tier.bases.use({0: tier.bases.add(OTHER)})
+    assert not tier.store_bases()
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20), basis=None)
+    list(again.scan())
+    assert again.bases.current[0].name == CODER.name
+    assert {load(again, number)[0].outcome for number in range(6)} == {Outcome.HIT}
     again.close()
 
 
@@ -664,6 +693,31 @@ def test_sealed_tiers_hold_coded_pages(tmp_path: Path, kind: str) -> None:
             assert answer.outcome is Outcome.HIT and near(got, PAGES[number])
         assert tier.bases.measured()["pages"] == 3
         tier.close()
+
+
+@pytest.mark.parametrize("kind", ["damaged", "another secret"])
+def test_a_basis_that_cannot_be_read_is_stored_anew(tmp_path: Path, kind: str) -> None:
+    first, then = (bytes([n]) * 32 for n in (1, 1 + (kind == "another secret")))
+    tier = made(DiskTier(tmp_path, 64 << 20, envelope=envelope_of("aead", first)))
+    assert tier.store_bases()
+    tier.close()
+    if kind == "damaged":
+        for slab in tmp_path.glob("slab-*"):
+            data = bytearray(slab.read_bytes())
+            data[4096:] = bytes(one ^ 1 for one in data[4096:])
+            slab.write_bytes(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that frames have another secret
+        tier = made(DiskTier(tmp_path, 64 << 20, envelope=envelope_of("aead", then)))
+    assert tier.store_bases()
+    store(tier)
+    assert tier.bases.measured()["pages"] == len(PAGES)
+    tier.close()
+    again = made(DiskTier(tmp_path, 64 << 20, envelope=envelope_of("aead", then)), basis=None)
+    list(again.scan())
+    assert again.bases.current[0].name == CODER.name
+    assert {load(again, number)[0].outcome for number in range(6)} == {Outcome.HIT}
+    again.close()
 
 
 @pytest.mark.parametrize("name", ["encode", "decode"])

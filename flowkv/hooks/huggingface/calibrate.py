@@ -95,9 +95,11 @@ class Calibrator:
 
         Raises:
             ConfigError: There are too few tokens, or they repeat; or pages cannot be coded.
+            StateError: The model was forgotten, or changed, meanwhile.
         """
         self._refuse(bases)
-        ids = _ids(self._model, tokens)
+        since = bases.dropped
+        ids = _ids(self._model, bases.kept_tokens() if tokens is None else tokens)
         count = self._cut(len(ids))
         if count < LEAST_WINDOWS:
             raise ConfigError(
@@ -116,10 +118,10 @@ class Calibrator:
             )
         windows = [*torch.from_numpy(cut)]
         with self._door.aside(), quiet(self._model):
-            return self._learn(windows, bases, bound)
+            return self._learn(windows, bases, bound, since)
 
     def _learn(
-        self, windows: list[torch.Tensor], bases: PageBases, bound: float
+        self, windows: list[torch.Tensor], bases: PageBases, bound: float, since: int
     ) -> dict[str, float]:
         turns = key_turns(self._model, self._door, self._config, strict=False)
         learners = {
@@ -157,7 +159,11 @@ class Calibrator:
         coders = {}
         for group, learner in learners.items():
             coders[group] = bases.add(learner.coder(step, measured))
-        bases.use(coders)
+        self._door.refresh(private=False)  # a model that changed has other bases
+        if self._kv.bases is not bases or not bases.use(coders, since):
+            raise StateError(
+                "the model was forgotten, or changed, while it was learned from", "Calibrate again"
+            )
         return {"kept": 1.0, **measured}
 
     def judge(self, tokens: Any, bases: PageBases) -> Scores:
@@ -298,15 +304,16 @@ def _shown(step: float, scores: Scores, exact: list[Any]) -> dict[str, float]:
     }
 
 
-def calibrating(door: Any) -> Callable[[Any, PageBases, float], dict[str, float]]:
+def calibrating(door: Any) -> Callable[[Any, float], dict[str, float]]:
     """Return the function behind `KV.calibrate` for an attached model."""
 
-    def calibrate(tokens: Any, bases: PageBases, bound: float) -> dict[str, float]:
+    def calibrate(tokens: Any, bound: float) -> dict[str, float]:
+        door.refresh(private=False)
         if door.identity.foreign:
             raise StateError(
                 f"the pages of this model are not shared: {door.identity.foreign}",
                 'Remove that from the model, or attach it with revision="..."',
             )
-        return Calibrator(door).calibrate(tokens, bases, bound)
+        return Calibrator(door).calibrate(tokens, door.kv.bases, bound)
 
     return calibrate
