@@ -651,6 +651,27 @@ class TestOwnCaches:
                 assert torch.allclose(a.float(), b.float(), atol=1e-4)
             assert open_rows(kv) == 0
 
+    @pytest.mark.parametrize("left", [0, 5, 37])
+    def test_a_cut_through_a_padding(self, model: Any, left: int) -> None:
+        """Columns behind a cut are tokens of every row whose mask shows them."""
+        ids = torch.cat([models.prompt(40), models.prompt(40, seed=2)])
+        mask = torch.ones_like(ids)
+        mask[1, :38] = 0
+        more = torch.cat([models.prompt(3, seed=3), models.prompt(3, seed=4)])
+
+        def run() -> torch.Tensor:
+            cache = DynamicCache(config=model.config)
+            positions = (mask.cumsum(1) - 1).clamp_min(0)
+            forward(model, ids, cache, attention_mask=mask, position_ids=positions)
+            cache.crop(left - 40)
+            now = torch.cat([mask[:, :left], torch.ones_like(more)], 1)
+            positions = (now.cumsum(1) - 1).clamp_min(0)[:, left:]
+            return forward(model, more, cache, attention_mask=now, position_ids=positions)
+
+        theirs = run()
+        with attached(model):
+            assert torch.allclose(run(), theirs, atol=1e-4)
+
     def test_after_detach_and_after_close(self, model: Any) -> None:
         ids, token = models.prompt(40), torch.tensor([[7]])
         own = DynamicCache(config=model.config)

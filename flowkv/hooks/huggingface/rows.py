@@ -137,7 +137,7 @@ class Rows:
         self.shifts = np.zeros(len(self.seqs), np.int64)
         self._pad(pads)
 
-    def _pad(self, pads: Items[int]) -> None:
+    def _pad(self, pads: Items[int] | NDArray[np.int64]) -> None:
         self.pads = np.asarray(pads, np.int64)
         self.most_pad = int(self.pads.max(initial=0))
         self._one = np.ones(len(self.seqs), np.int64)
@@ -447,7 +447,7 @@ class Rows:
             length = max(self.base - pad, 0)
             if length < seq.length or length < len(seq.tokens):
                 self.kv.truncate(seq, length)
-        self._look()
+        self._pad(self.pads.clip(max=left))  # the next columns may be tokens of any row
 
     def thin(self, keep: Items[Items[NDArray[np.int32]]]) -> None:
         """Remove tokens from each row, see `KV.sparsify`; columns and positions stay as they are.
