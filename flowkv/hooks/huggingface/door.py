@@ -765,7 +765,7 @@ class ForwardHook:
             if (shifts[:, :, -1] != rows.shifts).any():
                 rows.disable_publishing()  # the prompt ends within an image
         rows.restoring, rows.uneven = restoring or None, bool(restoring)
-        if self.plan.stateful and any(pads):
+        if call.wants_weights or (self.plan.stateful and any(pads)):
             rows.disable_publishing()
         if cache is None:
             paged = PagedCache(rows, self.plan, self)
@@ -824,6 +824,7 @@ class ForwardHook:
         odd = (
             training
             or not steady
+            or call.wants_weights  # some models compute otherwise then
             or not (call.form or filled or call.continues)
             or (call.positions is None and call.unplaced and rows.base and not whole)
             or not (
