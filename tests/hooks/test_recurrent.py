@@ -74,6 +74,30 @@ def test_half_precision_hides_no_lost_convolution(name: str, dtype: torch.dtype)
     kv.close()
 
 
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_next", marks=thorough)])
+@pytest.mark.parametrize("change", ["select", "repeat", "expand"])
+def test_rows_take_their_states_along(name: str, change: str) -> None:
+    """Operations that native layers with states lack: each row's state is under its own name."""
+    model, twin = models.causal(name), models.causal(name)
+    ids = torch.cat([models.prompt(48, seed=n) for n in (1, 2)])
+    longer = torch.cat([ids, models.prompt(6, seed=9).view(2, 3)], 1)
+    wanted = [generate(twin, 6, input_ids=one[None]) for one in longer]
+    with attached(model) as kv, torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        if change == "select":
+            cache.batch_select_indices(torch.tensor([1]))
+        elif change == "repeat":
+            cache.batch_repeat_interleave(2)
+        token = longer[[1] if change == "select" else [0, 0, 1, 1], 48:49]
+        found = model(token, past_key_values=cache, logits_to_keep=1).logits[-1]
+        whole = twin(longer[1:, :49], logits_to_keep=1).logits[0]
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-3)
+        for one, want in zip(longer, wanted, strict=True):
+            assert_same(generate(model, 6, input_ids=one[None]), want)
+        assert reused(kv)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_model_that_counts_from_zero_behind_its_cache(*, padded: bool) -> None:
     """Bamba without positions: a user's own loop gets what one pass over the prompt gives."""

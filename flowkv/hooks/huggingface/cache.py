@@ -1283,20 +1283,30 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row `beam_idx[i]` row i: pages are shared, not copied."""
-        rows = self.rows
-        self._change("reorder_cache", (beam_idx,), lambda: rows.select(beam_idx.tolist()))
+        self._select("reorder_cache", beam_idx, beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows with these indices only."""
-        rows, every = self.rows, torch.arange(len(self.rows.seqs), device=indices.device)
-        kept = every[indices].tolist()
-        self._change("batch_select_indices", (indices,), lambda: rows.select(kept))
+        every = torch.arange(len(self.rows.seqs), device=indices.device)
+        self._select("batch_select_indices", indices, every[indices].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times in place."""
+        every = [row for row in range(len(self.rows.seqs)) for _ in range(repeats)]
+        self._select("batch_repeat_interleave", repeats, every)
+
+    def expand(self, rows: int) -> None:
+        """Repeat each row if `rows` is a multiple, as `generate` does with its inputs for beams."""
+        have = len(self.rows.seqs)
+        if have and rows % have == 0:
+            self.reorder_cache(torch.arange(have, device="cpu").repeat_interleave(rows // have))
+
+    def _select(self, name: str, given: Any, indices: list[int]) -> None:
+        """Make row `indices[i]` row i by an operation of a native cache."""
         rows = self.rows
-        every = [row for row in range(len(rows.seqs)) for _ in range(repeats)]
-        self._change("batch_repeat_interleave", (repeats,), lambda: rows.select(every))
+        if self.recurrent:  # native layers with states have no other operation on their rows
+            name, given = "reorder_cache", torch.tensor(indices, device="cpu")
+        self._change(name, (given,), lambda: rows.select(indices))
 
     def reset(self) -> None:
         """Remove all tokens, and publish no further pages."""

@@ -808,10 +808,9 @@ class ForwardHook:
             nested = Nested(self, call, rows.restoring.types, fill)
             rows.restoring.meet(nested, front=not training, columns=rows.base)
             cache.audits = nested if self.kv.config.audit else None
-        have = len(rows.seqs)
-        if call.rows != have:
-            rows.expand(call.rows)
-        if len(rows.seqs) != have or rows.forwards == 0:
+        if call.rows != len(rows.seqs):
+            cache.expand(call.rows)
+        if rows.forwards == 0:
             cache.follow()
         whole = False
         if rows.lost or not rows.forwards:

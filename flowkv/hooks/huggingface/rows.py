@@ -419,12 +419,6 @@ class Rows:
         """Columns that the cache has reported to its caller."""
         return self.base + self.lost
 
-    def expand(self, rows: int) -> None:
-        """Repeat each row if `rows` is a multiple, as `generate` does with its inputs for beams."""
-        have = len(self.seqs)
-        if have and rows != have and rows % have == 0:
-            self.select([index for index in range(have) for _ in range(rows // have)])
-
     def rebase(self, base: int) -> None:
         """Set the columns of the cache, after its sequences were replaced."""
         self.base = self.total = base
