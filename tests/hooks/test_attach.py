@@ -672,6 +672,40 @@ class TestOwnCaches:
         with attached(model):
             assert torch.allclose(run(), theirs, atol=1e-4)
 
+    @pytest.mark.parametrize("name", ["llama", "lfm2"])
+    def test_detach_in_a_forward_of_another_thread(self, name: str) -> None:
+        """The forward ends as it began; the next ones go on behind it, attached again or not."""
+        model, ids = models.causal(name), models.prompt(40)
+        wanted, found = answer(model, ids), list[torch.Tensor]()
+        met, gone, again = (threading.Event() for _ in range(3))
+
+        def stop(*_: Any) -> None:
+            if threading.current_thread() is thread and met.is_set() is False:
+                met.set()
+                gone.wait(1.0)
+
+        def wait(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            again.wait(60.0)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        thread = threading.Thread(
+            target=lambda: found.append(answer(model, ids, stopping_criteria=[wait]))
+        )
+        kv = flowkv.attach(model, gpu="64MiB", page_size=16, revision="stops")
+        handle = model.model.layers[-1].register_forward_hook(stop)
+        thread.start()
+        assert met.wait(20.0)
+        kv.detach()
+        gone.set()
+        handle.remove()
+        with attached(model):
+            again.set()
+            thread.join(60.0)
+            assert torch.equal(found[0], wanted)
+        assert model.config._attn_implementation == "sdpa"
+        assert not model._forward_hooks and "forward" not in vars(model)
+        kv.close()
+
     def test_after_detach_and_after_close(self, model: Any) -> None:
         ids, token = models.prompt(40), torch.tensor([[7]])
         own = DynamicCache(config=model.config)

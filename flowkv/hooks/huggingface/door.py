@@ -64,7 +64,7 @@ _GENERATES: ContextVar[Any] = ContextVar("flowkv_generates", default=None)
 """Door of an encoder-decoder whose `generate` runs its first forward, which reads the last logits
 only: decoders get `logits_to_keep`, here the same arguments of another caller may want all."""
 _PATIENCE_S = 10.0
-"""Longest time for which closing waits for forwards of other threads."""
+"""Longest time for which closing and detaching wait for forwards of other threads."""
 _MIXED = "the rows of a batch depend on each other"
 COMPILED = "compiles it whole, and a compiled forward calls no hooks"
 _PADDING = "its mask is more than left padding"
@@ -244,9 +244,10 @@ class ForwardHook:
         return interrupts.Setting(_ASIDE, _ASIDE.get() | {self})
 
     def remove(self) -> None:
-        """Remove the hooks and replaced attributes from the model."""
-        for handle in self._handles:
+        """Remove the hooks and replaced attributes from the model, once its forwards have ended."""
+        for handle in self._handles:  # the hook before a forward first, that behind it later
             handle.remove()
+            self._wait()
         self._handles = []
         model = self.model
         if model is not None:
@@ -258,11 +259,18 @@ class ForwardHook:
 
         Waits for forwards of other threads; a later forward converts its cache itself.
         """
-        self._leaving, end_s, me = True, time.monotonic() + _PATIENCE_S, threading.get_ident()
-        while any(thread != me for thread, _ in list(self._inside)) and time.monotonic() < end_s:
-            time.sleep(1e-3)
+        self._leaving = True
+        self._wait()
         for cache in self._held():
             self._let_go(cache)
+
+    def _wait(self) -> None:
+        """Wait for forwards of other threads that began with the hooks, but not for ever."""
+        end_s, me = time.monotonic() + _PATIENCE_S, threading.get_ident()
+        while any(thread != me for thread, _ in list(self._inside)) and time.monotonic() < end_s:
+            if self.kv.inherited:
+                return  # the threads are the parent's
+            time.sleep(1e-3)
 
     def _held(self) -> list[PagedCache]:
         """Return the caches that are still referenced; some may have become native."""
