@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from transformers import DynamicCache
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
-from tests.inside import StatePlacement
+from tests.inside import Recurrent, StatePlacement
 from tests.inside import rows_Rows as Rows
 
 REFUSED = {"jamba": "does not continue from a cache as it answers in one pass"}
@@ -95,6 +97,44 @@ def test_rows_take_their_states_along(name: str, change: str) -> None:
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-3)
         for one, want in zip(longer, wanted, strict=True):
             assert_same(generate(model, 6, input_ids=one[None]), want)
+        assert reused(kv)
+
+
+def test_states_are_saved_between_the_forwards_of_their_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another prompt saves a state while the thread that it serves is about to go on."""
+    model, ids = models.causal("lfm2"), models.prompt(64)
+    longer = torch.cat([ids, models.prompt(6, seed=9)], 1)
+    wanted, own = generate(model, 6, input_ids=longer), Recurrent.state_of
+    met, ended = threading.Event(), threading.Event()
+
+    def met_half_way(states: Recurrent, row: int) -> dict[str, Any]:
+        found = {k: copy.deepcopy(v) for k, v in own(states, row).items()}
+        if threading.current_thread() is other:
+            met.set()
+            ended.wait(0.5)
+        return found
+
+    with attached(model) as kv, torch.no_grad():
+        cache, failed = DynamicCache(config=model.config), list[Exception]()
+
+        def ask() -> None:
+            try:
+                generate(model, 1, input_ids=models.prompt(20, seed=3))
+            except Exception as error:
+                failed.append(error)
+
+        model(ids[:, :48], past_key_values=cache, logits_to_keep=1)
+        other = threading.Thread(target=ask)
+        monkeypatch.setattr(Recurrent, "state_of", met_half_way)
+        other.start()
+        assert met.wait(20.0)
+        model(ids[:, 48:], past_key_values=cache, logits_to_keep=1)
+        ended.set()
+        other.join(60.0)
+        assert not failed
+        assert_same(generate(model, 6, input_ids=longer), wanted)
         assert reused(kv)
 
 

@@ -19,7 +19,7 @@ from flowkv.core import interrupts
 from flowkv.core.errors import GeometryError, StateError, UnsupportedModelError
 from flowkv.core.geometry import INDEXERS, Geometry, LayerGroup
 from flowkv.hooks.huggingface.attention import OBSERVER, PagedView
-from flowkv.hooks.huggingface.rows import Rows, close_all, refuse_lost
+from flowkv.hooks.huggingface.rows import Rows, close_all, exclusive, refuse_lost
 from flowkv.hooks.huggingface.versions import (
     Cache,
     CacheLayerMixin,
@@ -1184,6 +1184,11 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         Raises:
             StateError: Pages of a restore failed to load.
         """
+        with exclusive(self):
+            if isinstance(self, PagedCache):  # else another thread was here first
+                self._give_up(private=private)
+
+    def _give_up(self, *, private: bool) -> None:
         rows = self.rows
         rows.arrive()
         if private:
@@ -1329,6 +1334,12 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             change: Applies it to the rows.
             cut: Whether it only cuts all rows.
         """
+        with exclusive(self):
+            self._apply(name, given, change, cut=cut)
+
+    def _apply(
+        self, name: str, given: tuple[Any, ...], change: Callable[[], None], *, cut: bool
+    ) -> None:
         self.rows.alive()
         stays = self.stays()
         apart = stays and self.plan.compressed and name not in ("reorder_cache", "reset")

@@ -44,6 +44,7 @@ from flowkv.hooks.huggingface.rows import (
     Rows,
     check_paired,
     closed_on_error,
+    exclusive,
     refuse_lost,
     without_known,
 )
@@ -278,10 +279,16 @@ class ForwardHook:
             return list(self._caches)
 
     def _let_go(self, cache: PagedCache) -> None:
-        with self._lock:
-            if isinstance(cache, PagedCache) and cache.rows.step is None and not self.kv.closed:
+        with exclusive(cache):
+            if self._rests(cache) and not self.kv.closed:
                 with suppress(FlowKVError):  # its pages were not loaded, and cannot be any more
                     cache.give_up(private=True)
+
+    def _rests(self, cache: PagedCache) -> bool:
+        """Return whether a cache is paged still, and no other thread is in a forward over it."""
+        me, inside = threading.get_ident(), list(self._inside)
+        taken = any(thread != me and at == id(cache) for thread, at in inside)
+        return isinstance(cache, PagedCache) and cache.rows.step is None and not taken
 
     # ---- hooks
 
@@ -298,7 +305,8 @@ class ForwardHook:
         key = threading.get_ident(), id(cache)
         changed, served = None, False
         try:
-            self._inside.add(key)
+            with exclusive(cache):
+                self._inside.add(key)
             if self._leaving and isinstance(cache, PagedCache):
                 self._let_go(cache)
             changed = None if aside else self._serve(module, cache, given)
@@ -789,8 +797,9 @@ class ForwardHook:
     def _save_states(self) -> None:
         """Save the recurrent states of caches that are in no forward but still referenced."""
         for cache in self._held() if self.plan.stateful else ():
-            if isinstance(cache, PagedCache) and cache.rows.step is None:
-                cache.recurrent.save()
+            with exclusive(cache):
+                if self._rests(cache):
+                    cache.recurrent.save()
 
     # ---- later forwards
 
