@@ -174,7 +174,13 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.attach import _LOCK as attach_lock
     from flowkv.hooks.huggingface.attach import door_of
     from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask
-    from flowkv.hooks.huggingface.cache import PagedCache, PagedLayer, place_layers, read_layer
+    from flowkv.hooks.huggingface.cache import (
+        PagedCache,
+        PagedLayer,
+        Recurrent,
+        place_layers,
+        read_layer,
+    )
     from flowkv.hooks.huggingface.cache_control import CacheControl, cache_control, without_hints
     from flowkv.hooks.huggingface.door import ForwardHook
     from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids, usual

@@ -651,6 +651,61 @@ class TestOwnCaches:
                 assert torch.allclose(a.float(), b.float(), atol=1e-4)
             assert open_rows(kv) == 0
 
+    @pytest.mark.parametrize("left", [0, 5, 37])
+    def test_a_cut_through_a_padding(self, model: Any, left: int) -> None:
+        """Columns behind a cut are tokens of every row whose mask shows them."""
+        ids = torch.cat([models.prompt(40), models.prompt(40, seed=2)])
+        mask = torch.ones_like(ids)
+        mask[1, :38] = 0
+        more = torch.cat([models.prompt(3, seed=3), models.prompt(3, seed=4)])
+
+        def run() -> torch.Tensor:
+            cache = DynamicCache(config=model.config)
+            positions = (mask.cumsum(1) - 1).clamp_min(0)
+            forward(model, ids, cache, attention_mask=mask, position_ids=positions)
+            cache.crop(left - 40)
+            now = torch.cat([mask[:, :left], torch.ones_like(more)], 1)
+            positions = (now.cumsum(1) - 1).clamp_min(0)[:, left:]
+            return forward(model, more, cache, attention_mask=now, position_ids=positions)
+
+        theirs = run()
+        with attached(model):
+            assert torch.allclose(run(), theirs, atol=1e-4)
+
+    @pytest.mark.parametrize("name", ["llama", "lfm2"])
+    def test_detach_in_a_forward_of_another_thread(self, name: str) -> None:
+        """The forward ends as it began; the next ones go on behind it, attached again or not."""
+        model, ids = models.causal(name), models.prompt(40)
+        wanted, found = answer(model, ids), list[torch.Tensor]()
+        met, gone, again = (threading.Event() for _ in range(3))
+
+        def stop(*_: Any) -> None:
+            if threading.current_thread() is thread and met.is_set() is False:
+                met.set()
+                gone.wait(1.0)
+
+        def wait(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            again.wait(60.0)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        thread = threading.Thread(
+            target=lambda: found.append(answer(model, ids, stopping_criteria=[wait]))
+        )
+        kv = flowkv.attach(model, gpu="64MiB", page_size=16, revision="stops")
+        handle = model.model.layers[-1].register_forward_hook(stop)
+        thread.start()
+        assert met.wait(20.0)
+        kv.detach()
+        gone.set()
+        handle.remove()
+        with attached(model):
+            again.set()
+            thread.join(60.0)
+            assert torch.equal(found[0], wanted)
+        assert model.config._attn_implementation == "sdpa"
+        assert not model._forward_hooks and "forward" not in vars(model)
+        kv.close()
+
     def test_after_detach_and_after_close(self, model: Any) -> None:
         ids, token = models.prompt(40), torch.tensor([[7]])
         own = DynamicCache(config=model.config)

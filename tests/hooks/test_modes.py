@@ -108,6 +108,16 @@ def test_output_attentions_are_the_models_own(name: str) -> None:
                     assert torch.allclose(one, other, atol=1e-5)
 
 
+def test_what_attention_weights_were_asked_of_is_not_shared() -> None:
+    """Falcon takes a boolean mask for numbers then, so that its tokens see later ones."""
+    model = models.causal("falcon")
+    ids = models.prompt(48)
+    theirs = generate(model, 6, input_ids=ids[:, :40])
+    with attached(model):
+        generate(model, 20, input_ids=ids, output_attentions=True)
+        assert_same(generate(model, 6, input_ids=ids[:, :40]), theirs)
+
+
 @pytest.mark.filterwarnings("ignore:FlowKV computes prompts whose hidden states")
 def test_hidden_states_are_complete() -> None:
     model, inputs = subject("tiny"), dict(input_ids=source_text(60), output_hidden_states=True)

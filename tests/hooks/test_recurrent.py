@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from transformers import DynamicCache
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
-from tests.inside import StatePlacement
+from tests.inside import Recurrent, StatePlacement
 from tests.inside import rows_Rows as Rows
 
 REFUSED = {"jamba": "does not continue from a cache as it answers in one pass"}
@@ -72,6 +74,68 @@ def test_half_precision_hides_no_lost_convolution(name: str, dtype: torch.dtype)
     generate(model, 2, input_ids=longer)
     assert (reused(kv) > 0) == (name not in REFUSED)
     kv.close()
+
+
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_next", marks=thorough)])
+@pytest.mark.parametrize("change", ["select", "repeat", "expand"])
+def test_rows_take_their_states_along(name: str, change: str) -> None:
+    """Operations that native layers with states lack: each row's state is under its own name."""
+    model, twin = models.causal(name), models.causal(name)
+    ids = torch.cat([models.prompt(48, seed=n) for n in (1, 2)])
+    longer = torch.cat([ids, models.prompt(6, seed=9).view(2, 3)], 1)
+    wanted = [generate(twin, 6, input_ids=one[None]) for one in longer]
+    with attached(model) as kv, torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        if change == "select":
+            cache.batch_select_indices(torch.tensor([1]))
+        elif change == "repeat":
+            cache.batch_repeat_interleave(2)
+        token = longer[[1] if change == "select" else [0, 0, 1, 1], 48:49]
+        found = model(token, past_key_values=cache, logits_to_keep=1).logits[-1]
+        whole = twin(longer[1:, :49], logits_to_keep=1).logits[0]
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-3)
+        for one, want in zip(longer, wanted, strict=True):
+            assert_same(generate(model, 6, input_ids=one[None]), want)
+        assert reused(kv)
+
+
+def test_states_are_saved_between_the_forwards_of_their_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another prompt saves a state while the thread that it serves is about to go on."""
+    model, ids = models.causal("lfm2"), models.prompt(64)
+    longer = torch.cat([ids, models.prompt(6, seed=9)], 1)
+    wanted, own = generate(model, 6, input_ids=longer), Recurrent.state_of
+    met, ended = threading.Event(), threading.Event()
+
+    def met_half_way(states: Recurrent, row: int) -> dict[str, Any]:
+        found = {k: copy.deepcopy(v) for k, v in own(states, row).items()}
+        if threading.current_thread() is other:
+            met.set()
+            ended.wait(0.5)
+        return found
+
+    with attached(model) as kv, torch.no_grad():
+        cache, failed = DynamicCache(config=model.config), list[Exception]()
+
+        def ask() -> None:
+            try:
+                generate(model, 1, input_ids=models.prompt(20, seed=3))
+            except Exception as error:
+                failed.append(error)
+
+        model(ids[:, :48], past_key_values=cache, logits_to_keep=1)
+        other = threading.Thread(target=ask)
+        monkeypatch.setattr(Recurrent, "state_of", met_half_way)
+        other.start()
+        assert met.wait(20.0)
+        model(ids[:, 48:], past_key_values=cache, logits_to_keep=1)
+        ended.set()
+        other.join(60.0)
+        assert not failed
+        assert_same(generate(model, 6, input_ids=longer), wanted)
+        assert reused(kv)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import flowkv
 from tests.cache.audit import audit
-from tests.inside import CapacityError, Restoring, StateError
+from tests.inside import CapacityError, PagedCache, Restoring, StateError
 from tests.inside import rows_Rows as Rows
 
 from . import models
@@ -92,17 +92,17 @@ def lost_later(patch: Patch, tier: Slow, *, room: bool = True) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise CapacityError("the pages are full", "Close sequences")
 
-    expand, begin = Rows.expand, Rows.plan
+    expand, begin = PagedCache.expand, Rows.plan
 
-    def lose(rows: Rows, count: int) -> None:
+    def lose(cache: PagedCache, count: int) -> None:
         tier.lose = 1.0
-        expand(rows, count)
+        expand(cache, count)
 
     def begun(rows: Rows, new: int, **options: Any) -> None:
         full() if rows.restoring is not None else begin(rows, new, **options)
 
     patch.setattr(Restoring, "_mend", full)
-    patch.setattr(Rows, "expand", lose)
+    patch.setattr(PagedCache, "expand", lose)
     if not room:
         patch.setattr(Rows, "plan", begun)
 

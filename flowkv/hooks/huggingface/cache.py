@@ -19,7 +19,7 @@ from flowkv.core import interrupts
 from flowkv.core.errors import GeometryError, StateError, UnsupportedModelError
 from flowkv.core.geometry import INDEXERS, Geometry, LayerGroup
 from flowkv.hooks.huggingface.attention import OBSERVER, PagedView
-from flowkv.hooks.huggingface.rows import Rows, close_all, refuse_lost
+from flowkv.hooks.huggingface.rows import Rows, close_all, exclusive, refuse_lost
 from flowkv.hooks.huggingface.versions import (
     Cache,
     CacheLayerMixin,
@@ -1184,6 +1184,11 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         Raises:
             StateError: Pages of a restore failed to load.
         """
+        with exclusive(self):
+            if isinstance(self, PagedCache):  # else another thread was here first
+                self._give_up(private=private)
+
+    def _give_up(self, *, private: bool) -> None:
         rows = self.rows
         rows.arrive()
         if private:
@@ -1283,20 +1288,30 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row `beam_idx[i]` row i: pages are shared, not copied."""
-        rows = self.rows
-        self._change("reorder_cache", (beam_idx,), lambda: rows.select(beam_idx.tolist()))
+        self._select("reorder_cache", beam_idx, beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows with these indices only."""
-        rows, every = self.rows, torch.arange(len(self.rows.seqs), device=indices.device)
-        kept = every[indices].tolist()
-        self._change("batch_select_indices", (indices,), lambda: rows.select(kept))
+        every = torch.arange(len(self.rows.seqs), device=indices.device)
+        self._select("batch_select_indices", indices, every[indices].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times in place."""
+        every = [row for row in range(len(self.rows.seqs)) for _ in range(repeats)]
+        self._select("batch_repeat_interleave", repeats, every)
+
+    def expand(self, rows: int) -> None:
+        """Repeat each row if `rows` is a multiple, as `generate` does with its inputs for beams."""
+        have = len(self.rows.seqs)
+        if have and rows % have == 0:
+            self.reorder_cache(torch.arange(have, device="cpu").repeat_interleave(rows // have))
+
+    def _select(self, name: str, given: Any, indices: list[int]) -> None:
+        """Make row `indices[i]` row i by an operation of a native cache."""
         rows = self.rows
-        every = [row for row in range(len(rows.seqs)) for _ in range(repeats)]
-        self._change("batch_repeat_interleave", (repeats,), lambda: rows.select(every))
+        if self.recurrent:  # native layers with states have no other operation on their rows
+            name, given = "reorder_cache", torch.tensor(indices, device="cpu")
+        self._change(name, (given,), lambda: rows.select(indices))
 
     def reset(self) -> None:
         """Remove all tokens, and publish no further pages."""
@@ -1319,6 +1334,12 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             change: Applies it to the rows.
             cut: Whether it only cuts all rows.
         """
+        with exclusive(self):
+            self._apply(name, given, change, cut=cut)
+
+    def _apply(
+        self, name: str, given: tuple[Any, ...], change: Callable[[], None], *, cut: bool
+    ) -> None:
         self.rows.alive()
         stays = self.stays()
         apart = stays and self.plan.compressed and name not in ("reorder_cache", "reset")

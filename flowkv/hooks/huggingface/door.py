@@ -44,6 +44,7 @@ from flowkv.hooks.huggingface.rows import (
     Rows,
     check_paired,
     closed_on_error,
+    exclusive,
     refuse_lost,
     without_known,
 )
@@ -64,7 +65,7 @@ _GENERATES: ContextVar[Any] = ContextVar("flowkv_generates", default=None)
 """Door of an encoder-decoder whose `generate` runs its first forward, which reads the last logits
 only: decoders get `logits_to_keep`, here the same arguments of another caller may want all."""
 _PATIENCE_S = 10.0
-"""Longest time for which closing waits for forwards of other threads."""
+"""Longest time for which closing and detaching wait for forwards of other threads."""
 _MIXED = "the rows of a batch depend on each other"
 COMPILED = "compiles it whole, and a compiled forward calls no hooks"
 _PADDING = "its mask is more than left padding"
@@ -244,9 +245,10 @@ class ForwardHook:
         return interrupts.Setting(_ASIDE, _ASIDE.get() | {self})
 
     def remove(self) -> None:
-        """Remove the hooks and replaced attributes from the model."""
-        for handle in self._handles:
+        """Remove the hooks and replaced attributes from the model, once its forwards have ended."""
+        for handle in self._handles:  # the hook before a forward first, that behind it later
             handle.remove()
+            self._wait()
         self._handles = []
         model = self.model
         if model is not None:
@@ -258,11 +260,18 @@ class ForwardHook:
 
         Waits for forwards of other threads; a later forward converts its cache itself.
         """
-        self._leaving, end_s, me = True, time.monotonic() + _PATIENCE_S, threading.get_ident()
-        while any(thread != me for thread, _ in list(self._inside)) and time.monotonic() < end_s:
-            time.sleep(1e-3)
+        self._leaving = True
+        self._wait()
         for cache in self._held():
             self._let_go(cache)
+
+    def _wait(self) -> None:
+        """Wait for forwards of other threads that began with the hooks, but not for ever."""
+        end_s, me = time.monotonic() + _PATIENCE_S, threading.get_ident()
+        while any(thread != me for thread, _ in list(self._inside)) and time.monotonic() < end_s:
+            if self.kv.inherited:
+                return  # the threads are the parent's
+            time.sleep(1e-3)
 
     def _held(self) -> list[PagedCache]:
         """Return the caches that are still referenced; some may have become native."""
@@ -270,10 +279,16 @@ class ForwardHook:
             return list(self._caches)
 
     def _let_go(self, cache: PagedCache) -> None:
-        with self._lock:
-            if isinstance(cache, PagedCache) and cache.rows.step is None and not self.kv.closed:
+        with exclusive(cache):
+            if self._rests(cache) and not self.kv.closed:
                 with suppress(FlowKVError):  # its pages were not loaded, and cannot be any more
                     cache.give_up(private=True)
+
+    def _rests(self, cache: PagedCache) -> bool:
+        """Return whether a cache is paged still, and no other thread is in a forward over it."""
+        me, inside = threading.get_ident(), list(self._inside)
+        taken = any(thread != me and at == id(cache) for thread, at in inside)
+        return isinstance(cache, PagedCache) and cache.rows.step is None and not taken
 
     # ---- hooks
 
@@ -290,7 +305,8 @@ class ForwardHook:
         key = threading.get_ident(), id(cache)
         changed, served = None, False
         try:
-            self._inside.add(key)
+            with exclusive(cache):
+                self._inside.add(key)
             if self._leaving and isinstance(cache, PagedCache):
                 self._let_go(cache)
             changed = None if aside else self._serve(module, cache, given)
@@ -765,7 +781,7 @@ class ForwardHook:
             if (shifts[:, :, -1] != rows.shifts).any():
                 rows.disable_publishing()  # the prompt ends within an image
         rows.restoring, rows.uneven = restoring or None, bool(restoring)
-        if self.plan.stateful and any(pads):
+        if call.wants_weights or (self.plan.stateful and any(pads)):
             rows.disable_publishing()
         if cache is None:
             paged = PagedCache(rows, self.plan, self)
@@ -781,8 +797,9 @@ class ForwardHook:
     def _save_states(self) -> None:
         """Save the recurrent states of caches that are in no forward but still referenced."""
         for cache in self._held() if self.plan.stateful else ():
-            if isinstance(cache, PagedCache) and cache.rows.step is None:
-                cache.recurrent.save()
+            with exclusive(cache):
+                if self._rests(cache):
+                    cache.recurrent.save()
 
     # ---- later forwards
 
@@ -808,10 +825,9 @@ class ForwardHook:
             nested = Nested(self, call, rows.restoring.types, fill)
             rows.restoring.meet(nested, front=not training, columns=rows.base)
             cache.audits = nested if self.kv.config.audit else None
-        have = len(rows.seqs)
-        if call.rows != have:
-            rows.expand(call.rows)
-        if len(rows.seqs) != have or rows.forwards == 0:
+        if call.rows != len(rows.seqs):
+            cache.expand(call.rows)
+        if rows.forwards == 0:
             cache.follow()
         whole = False
         if rows.lost or not rows.forwards:
@@ -824,6 +840,7 @@ class ForwardHook:
         odd = (
             training
             or not steady
+            or call.wants_weights  # some models compute otherwise then
             or not (call.form or filled or call.continues)
             or (call.positions is None and call.unplaced and rows.base and not whole)
             or not (

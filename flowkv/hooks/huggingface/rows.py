@@ -7,9 +7,10 @@ translates, and records the token ids that were computed, so that full pages can
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from operator import attrgetter
 from typing import Any, TypeGuard
@@ -50,6 +51,13 @@ def closed_on_error(seqs: list[Sequence]) -> Iterator[None]:
         raise
 
 
+def exclusive(cache: Any) -> AbstractContextManager[Any]:
+    """Keep operations of other threads off a cache, which need not be paged, between forwards."""
+    rows = getattr(cache, "rows", None)
+    alone = rows is None or rows.kv.inherited  # the holder does not exist in a forked process
+    return nullcontext() if alone else rows.turn  # type: ignore[no-any-return]
+
+
 def apart(kv: KV, seqs: list[Sequence]) -> None:
     """Replace repeated sequences in the list by forks, so that every row has its own."""
     taken = set[int]()
@@ -84,6 +92,7 @@ class Rows:
         lengths: Lengths of a text at which positions are encoded as in these rows; None for any.
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
         restoring: A `restore.Restoring`, until the first forward behind it is over, or None.
+        turn: Lock of what changes or reads the rows between forwards, see `exclusive`.
         lost: Columns that failed to load, and that the caller still counts on.
         views: By layer: the views of K and V that it passes to the model in the step.
         taken: The caller got K and V of a layer as tensors, and may write to them.
@@ -101,7 +110,7 @@ class Rows:
 
     # Slots instead of a dictionary stop walks through the attributes of a cache here.
     __slots__ = tuple(
-        """kv seqs base layers trusted total new updated forwards step wants_weights blind
+        """kv seqs base layers trusted turn total new updated forwards step wants_weights blind
         by_column prefilling uneven lengths restoring lost pads shifts most_pad views
         _last taken thinning noted _index _notes _agrees _one _left _known _next_full
         __weakref__""".split()
@@ -118,7 +127,7 @@ class Rows:
         trusted: Callable[[Rows], bool],
     ) -> None:
         self.kv, self.seqs, self.base, self.layers = kv, list(seqs), base, layers
-        self.trusted = trusted
+        self.trusted, self.turn = trusted, threading.RLock()
         self.total, self.new, self.updated = base, 0, 0
         self.forwards = 0
         self.step: Step | None = None
@@ -137,7 +146,7 @@ class Rows:
         self.shifts = np.zeros(len(self.seqs), np.int64)
         self._pad(pads)
 
-    def _pad(self, pads: Items[int]) -> None:
+    def _pad(self, pads: Items[int] | NDArray[np.int64]) -> None:
         self.pads = np.asarray(pads, np.int64)
         self.most_pad = int(self.pads.max(initial=0))
         self._one = np.ones(len(self.seqs), np.int64)
@@ -419,12 +428,6 @@ class Rows:
         """Columns that the cache has reported to its caller."""
         return self.base + self.lost
 
-    def expand(self, rows: int) -> None:
-        """Repeat each row if `rows` is a multiple, as `generate` does with its inputs for beams."""
-        have = len(self.seqs)
-        if have and rows != have and rows % have == 0:
-            self.select([index for index in range(have) for _ in range(rows // have)])
-
     def rebase(self, base: int) -> None:
         """Set the columns of the cache, after its sequences were replaced."""
         self.base = self.total = base
@@ -447,7 +450,7 @@ class Rows:
             length = max(self.base - pad, 0)
             if length < seq.length or length < len(seq.tokens):
                 self.kv.truncate(seq, length)
-        self._look()
+        self._pad(self.pads.clip(max=left))  # the next columns may be tokens of any row
 
     def thin(self, keep: Items[Items[NDArray[np.int32]]]) -> None:
         """Remove tokens from each row, see `KV.sparsify`; columns and positions stay as they are.
@@ -519,6 +522,7 @@ class Rows:
         every = range(len(self.seqs))
         seqs = self._forked(every, set(every))
         twin = copy(self)  # no ids are recorded, and no restore is under way
+        twin.turn = threading.RLock()
         twin.seqs, twin._notes, twin._index, twin.wants_weights = seqs, [], None, False
         twin._agrees = None
         twin.views = {}
