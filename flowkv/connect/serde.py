@@ -207,7 +207,7 @@ class FlowKVSerializer(_Codec, Serializer):
         found = coder.encode_within(page.body, coder.likeliest(page.body))
         fits = found is not None and len(found[0]) <= len(page.data)
         if self._unfit is not None:
-            self._unfit.count(key.model_name, fits=fits)
+            self._unfit.count_part(key.model_name, fits=fits)
         if found is None or not fits:
             return None
         page.body[:] = found[1]

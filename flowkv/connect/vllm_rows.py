@@ -132,7 +132,7 @@ def _form_of(spec: Any, heads: int, dim: int) -> RowForm:
     sizes = {"R": ranks, "L": layers, "B": blocks, "H": heads // ranks, "N": tokens}
     form = RowForm("R" + layout[:-1], sizes, dim, config.model.dtype)
     own_bytes = config.worker_kv_bytes_per_block * blocks * parallel.world_size
-    if heads % ranks or form.n_bytes != own_bytes:
+    if heads % ranks or form.filled_bytes != own_bytes:
         raise ValueError(
             f"chunks of {own_bytes} bytes are not keys and values of {layers} layers of {heads} "
             f"heads of {dim} dims (latents, states, or another model)"

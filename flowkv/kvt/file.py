@@ -77,8 +77,8 @@ class Unfit:
     def __init__(self, basis: OpenBasis, instead: str) -> None:
         self._basis, self._instead, self._tried, self._unfit = basis, instead, 0, 0
 
-    def count(self, model: str, *, fits: bool) -> None:
-        """Count one of a model."""
+    def count_part(self, model: str, *, fits: bool) -> None:
+        """Count a part of a prompt of a model."""
         self._tried += 1
         self._unfit += not fits
         if not fits and not self._unfit & (self._unfit - 1):  # 1, 2, 4, ...

@@ -36,7 +36,7 @@ class RowForm(NamedTuple):
         return self.sizes["B"] * self.sizes["N"]
 
     @property
-    def n_bytes(self) -> int:
+    def filled_bytes(self) -> int:
         """Return the bytes of a row without what is behind the last value."""
         return prod(self.sizes.values()) * 2 * self.dim * ITEMSIZE[self.dtype]
 
@@ -48,7 +48,7 @@ class RowForm(NamedTuple):
 
     def sides(self, row: memoryview) -> tuple[torch.Tensor, ...]:
         """Return views `[L, R, H, B, N, dim]` of the keys and the values of a row."""
-        flat = torch.frombuffer(row[: self.n_bytes], dtype=getattr(torch, self.dtype))
+        flat = torch.frombuffer(row[: self.filled_bytes], dtype=getattr(torch, self.dtype))
         shape = *(self.sizes[axis] for axis in self.axes), 2, self.dim
         return flat.view(shape).permute(5, *map(self.axes.index, "LRHBN"), 6).unbind()
 
@@ -76,7 +76,7 @@ class RowCoder(PageCoder):
         for own, side in zip(self._split(page), self._form.sides(body), strict=True):
             own.copy_(side)
         found = self._pages.encode_within(page, page_no)
-        self._unfit.count(self._model, fits=found is not None)
+        self._unfit.count_part(self._model, fits=found is not None)
         return found[0] if found is not None else None
 
     def decode(self, data: memoryview, target: memoryview, first: int, layers: int) -> bool:

@@ -55,7 +55,7 @@ class Rows:
     ) -> None:  # fmt: skip
         size = {"R": ranks, "L": LAYERS, "B": blocks, "H": HEADS // ranks, "N": SIZE // blocks}
         self.form = RowForm("R" + named[:-1], size, DIM, dtype)
-        self.row_bytes = self.form.n_bytes + 4096
+        self.row_bytes = self.form.filled_bytes + 4096
         self.pages = PageCoder(layout(), source_of()[1].data).fitted(layout(dtype))
         said = spec(str(weights(tmp_path)), dtype=dtype, layout=named)
         config = said.config
@@ -63,7 +63,7 @@ class Rows:
         config.groups[0].tokens_per_block = SIZE // blocks
         said.blocks_per_chunk = blocks
         config.parallel.tp_size = config.parallel.world_size = ranks
-        config.worker_kv_bytes_per_block = self.form.n_bytes // ranks // blocks
+        config.worker_kv_bytes_per_block = self.form.filled_bytes // ranks // blocks
         for name, value in (changes or {}).items():
             where, _, last = name.rpartition(".")
             vars(getattr(config, where) if where else config)[last] = value
@@ -143,12 +143,12 @@ def test_a_later_process_finds_keys_and_values(
     rows = make(named, ranks, blocks, **of)
     prompt = rows.prompt()
     rows.store(prompt)
-    assert max(rows.sizes()) < 0.6 * rows.form.n_bytes
+    assert max(rows.sizes()) < 0.6 * rows.form.filled_bytes
     rows = make(named, ranks, blocks, **of)
     found = rows.load()
     assert list(found) == KEYS
     assert all(rows.distance(found[k], row) < 0.1 for k, row in zip(KEYS, prompt, strict=True))
-    assert all(row[rows.form.n_bytes :] == b"\x55" * 4096 for row in found.values())
+    assert all(row[rows.form.filled_bytes :] == b"\x55" * 4096 for row in found.values())
     assert rows.load() == found
 
 
@@ -229,7 +229,7 @@ def test_chunks_go_up_as_they_lie(
     while len(sizes := rows.sizes()) < CHUNKS:
         assert time.monotonic() < end_s
         time.sleep(0.01)
-    assert max(sizes) < 0.6 * rows.form.n_bytes
+    assert max(sizes) < 0.6 * rows.form.filled_bytes
     assert rows.load() == found
 
 

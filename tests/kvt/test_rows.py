@@ -62,7 +62,7 @@ def test_rows_in_any_order_are_coded_as_their_pages(
     ranks, blocks = split
     shape = form(axes, dtype, R=ranks, H=2 // ranks, B=blocks, N=size // blocks)
     coder, pages = RowCoder(BASIS, shape, "m"), CODER.fitted(layout(dtype, size=size))
-    assert shape.n_bytes + behind == len(row_of(shape, pages, page(pages, SOURCE, 0), behind))
+    assert shape.filled_bytes + behind == len(row_of(shape, pages, page(pages, SOURCE, 0), behind))
     body = page(pages, SOURCE, number)
     row = row_of(shape, pages, body, behind)
     data = coder.encode(memoryview(row), number)
@@ -91,7 +91,7 @@ def test_other_bytes_are_no_row(at: int, bit: int, cut: bool) -> None:
 def test_a_row_of_another_basis_is_a_miss_and_makes_way(tmp_path: Path) -> None:
     """Also where that basis lies in the same tier, as a cache's bases do."""
     raw = bytes(range(16))
-    info = FrameInfo("page", 0, COLD, raw, bytes(32), bytes(32), 0, 64, form().n_bytes)
+    info = FrameInfo("page", 0, COLD, raw, bytes(32), bytes(32), 0, 64, form().filled_bytes)
     row = row_of(form(), CODER, page(CODER, SOURCE, 3))
     other = OpenBasis(Path("b.kvt"), "org/model", learner(SOURCE).coder(2e-3, {}))
     found = list[tuple[Any, bool]]()
