@@ -361,6 +361,8 @@ class Keeper(Closing):
         """Delete the erased frames of a tier and forget their keys; `meant` are those it lists."""
         known = [key for key in level.book if key in meant or erased.everything or erased.has(key)]
         self._withdraw(level, lambda store: _means(erased, store.key, store.info, meant))
+        if drop_copies := getattr(level.tier, "drop_copies", None):  # in memory
+            drop_copies(list(meant))
         level.tier.delete(list(meant))
         self.bus.emit(Forgotten(tier=level.tier.name, blocks=len(known)))
         level.book.remove([key for key in known if not level.storing[key]])

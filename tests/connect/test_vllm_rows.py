@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.connect.test_vllm import HIT, MISS, TransferJob, chain, door, request, spec, weights
-from tests.inside import BasisFile, ConfigError, PageCoder, RowForm, save_basis
+from tests.inside import BasisFile, ConfigError, ErasureLog, PageCoder, RowForm, save_basis
 from tests.kvt.pages import Source, group, layout, learner, page
 from tests.kvt.test_rows import row_of
 
@@ -231,6 +231,23 @@ def test_chunks_go_up_as_they_lie(
         time.sleep(0.01)
     assert max(sizes) < 0.6 * rows.form.filled_bytes
     assert rows.load() == found
+
+
+def test_what_another_process_erases_leaves_memory(
+    make: Callable[..., Rows], basis_of: Callable[..., str]
+) -> None:
+    rows = make(codec="kvt", basis=basis_of())
+    rows.store(rows.prompt())
+    rows.load()
+    tier = rows.tier.keeper.levels[0].tier
+    assert len(tier.bases.recent) == CHUNKS
+    log = ErasureLog(tier.erasure_log)
+    with log.erasing():
+        log.publish([rows.tier._name(KEYS[2])])
+    context = request("r", KEYS)
+    assert [rows.tier.lookup(key, context) is HIT for key in KEYS[:3]] == [True, True, False]
+    assert not tier.bases.recent
+    log.close()
 
 
 UNFIT: list[tuple[dict[str, Any], str]] = [

@@ -1,6 +1,6 @@
 """One process of a real vLLM on a CPU, with rows in the form that they have beside a GPU.
 
-    python -m tests.connect.vllm_cold '{"model": ..., "heads": ..., "tier": ..., "prompts": [[...]]}'
+    python -m tests.connect.vllm_cold '{"model": ..., "heads": 2, "tier": {}, "prompts": [[]]}'
 
 It answers each prompt alone, and writes one line of JSON. Options: dtype, and blocks_per_chunk, of
 64 tokens each.
