@@ -232,9 +232,10 @@ if TYPE_CHECKING:
         deviation_class,
     )
     from flowkv.kvt.entropy import count as count_symbols
-    from flowkv.kvt.file import BasisFile, open_basis, save_basis
+    from flowkv.kvt.file import BasisFile, OpenBasis, open_basis, save_basis
     from flowkv.kvt.learning import GroupLearner, search
-    from flowkv.kvt.tier import CodecTier, PageBases
+    from flowkv.kvt.rows import RowCoder, RowForm, row_bases
+    from flowkv.kvt.tier import CodecTier, PageBases, coded_forms
     from flowkv.naming import computation, identity, memory_words
     from flowkv.naming import fingerprint as fingerprint_of_weights
     from flowkv.naming.computation import Walk

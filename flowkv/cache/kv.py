@@ -52,7 +52,7 @@ from flowkv.core.config import PLACE_KINDS, format_size, load_config
 from flowkv.core.errors import ConfigError, NonFiniteError, StateError, TokenError
 from flowkv.core.geometry import Geometry
 from flowkv.core.keys import KeyChain, Namespace, Salt, as_tokens, tenant_salt
-from flowkv.kvt.tier import CodecTier, PageBases
+from flowkv.kvt.tier import CodecTier, PageBases, coded_forms
 from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, Warned
 from flowkv.observe.metrics import Level, Metrics, Tenancy
 from flowkv.observe.timeline import OpenReport, TraceFile
@@ -368,7 +368,7 @@ class KV:
 
     def _build(self, geometry: Geometry, namespace: Namespace) -> None:
         pools = open_pools(geometry, self.config)
-        self.bases = bases = PageBases(geometry) if self.config.cold else None
+        self.bases = bases = PageBases(coded_forms(geometry)) if self.config.cold else None
         if self.planner is None:
             places = self.config.places(on_cpu=_on_cpu(geometry))
             make_way(place.path for place in places if place.kind == "disk")

@@ -19,7 +19,7 @@ def add_verb(verb: AddVerb) -> None:
     model_arguments(parser, required=True)
     about = "16,000 tokens or more of the kind that will be cached; - for standard input"
     parser.option("--text", "FILE", about, required=True)
-    parser.option("--out", "FILE", "the basis, for the serde of LMCache", required=True, type=Path)
+    parser.option("--out", "FILE", "the basis, for LMCache and vLLM", required=True, type=Path)
     parser.option("--kl", "BOUND", "most divergence, in nats a token; default 0.005")
 
 

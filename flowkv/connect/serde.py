@@ -6,7 +6,6 @@ Importing this module imports LMCache and torch.
 
 from __future__ import annotations
 
-import logging
 import struct
 from collections.abc import Mapping
 from functools import lru_cache
@@ -22,9 +21,8 @@ from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import CODECS, COLD, FIDELITIES, Geometry, PageLayout, page_layout
 from flowkv.kernels import transcode
 from flowkv.kvt.codec import PageCoder, coded_fingerprint, read_head
-from flowkv.kvt.file import OpenBasis, open_basis
+from flowkv.kvt.file import OpenBasis, Unfit, open_basis
 
-_log = logging.getLogger("flowkv")
 _INSTEAD = "kv8"
 """Codec of objects that lose too much in kvt."""
 _HEADER = struct.Struct("<8sIIff16s16s")
@@ -128,6 +126,7 @@ class _Codec:
     def __init__(self, codec: str, head_dim: int = 0, basis: OpenBasis | None = None) -> None:
         self._codec, self._plain, self._basis = codec, _INSTEAD if basis else codec, basis
         self._head_dim = head_dim or (basis.coder.layout.head_dim if basis else 0)
+        self._unfit = Unfit(basis, _INSTEAD) if basis else None
 
     def _layouts(
         self, shape: torch.Size, dtype: torch.dtype
@@ -161,8 +160,6 @@ class FlowKVSerializer(_Codec, Serializer):
     place. One that loses more than its basis is for, or is no smaller, is encoded in kv8 instead.
     """
 
-    _tried = _instead = 0  # objects in kvt, and those in place of them
-
     def estimate_serialized_size(self, layout_desc: Any) -> int:
         """Return the size of an object in bytes; in kvt the most that it can be.
 
@@ -188,7 +185,7 @@ class FlowKVSerializer(_Codec, Serializer):
         page.heads.copy_(values)
         data = self._encode_cold(page, coder, key) if coder is not None else None
         if data is not None:
-            codec, layout = COLD, coded_fingerprint(raw)
+            codec, layout = COLD, coded_fingerprint(raw.fingerprint())
         else:
             codec, layout, data = CODECS.index(self._plain), coded.fingerprint(), page.data
             if not page.encode_page():
@@ -207,20 +204,14 @@ class FlowKVSerializer(_Codec, Serializer):
 
     def _encode_cold(self, page: _Page, coder: PageCoder, key: Any) -> torch.Tensor | None:
         """Replace a page by what comes back of it in kvt; return that, or None if it is unfit."""
-        self._tried, place = self._tried + 1, coder.likeliest(page.body)
-        data, back = coder.encode(page.body, place), memoryview(bytearray(len(page.body)))
-        if data is not None and len(data) <= len(page.data):
-            sound = coder.decode(memoryview(data), back, 0, coder.layout.layers)
-            if sound and coder.loss(page.body, back, place) <= 1:
-                page.body[:] = back
-                return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._instead += 1
-        if not self._instead & (self._instead - 1):  # 1, 2, 4, ...
-            said = "%d of %d objects of %s are stored in %s: %s was learned from something else. If"
-            said += " they are many, make one of this model and such texts: flowkv calibrate"
-            counts = self._instead, self._tried
-            _log.warning(said, *counts, key.model_name, _INSTEAD, self._basis)
-        return None
+        found = coder.encode_within(page.body, coder.likeliest(page.body))
+        fits = found is not None and len(found[0]) <= len(page.data)
+        if self._unfit is not None:
+            self._unfit.count_part(key.model_name, fits=fits)
+        if found is None or not fits:
+            return None
+        page.body[:] = found[1]
+        return torch.frombuffer(bytearray(found[0]), dtype=torch.uint8)
 
 
 class FlowKVDeserializer(_Codec, Deserializer):
@@ -239,7 +230,7 @@ class FlowKVDeserializer(_Codec, Deserializer):
         raw, coded, coder = self._layouts(dst.tensor.shape, dst.tensor.dtype)
         page = _Page(raw, coded)
         cold = coder is not None and said.codec == FIDELITIES[COLD]
-        wanted = coded_fingerprint(raw) if cold else coded.fingerprint()
+        wanted = coded_fingerprint(raw.fingerprint()) if cold else coded.fingerprint()
         if said.layout != wanted or (len(data) != len(page.data) and not cold):
             raise ConfigError(
                 f"an object in {said.codec} has another shape, dtype or codec than {self._codec}",

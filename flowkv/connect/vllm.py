@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 from flowkv.connect.door import Announced, Jobs, check_version, raw_page, untested
 from flowkv.connect.identity import identify
 from flowkv.core.errors import ConfigError, experimental
+from flowkv.core.geometry import COLD
 from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.policy import CATALOGUE
 from flowkv.residency.keeper import open_keeper
@@ -31,7 +31,6 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
-    from vllm.platforms import current_platform
     from vllm.utils.hashing import sha256_cbor
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_offload.base import (
@@ -43,12 +42,12 @@ try:
         OffloadingGaugeMetadata,
         RequestOffloadingContext,
     )
-    from vllm.v1.kv_offload.file_mapper import FileMapper
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
     from vllm.version import __version__ as vllm_version
 
     from flowkv.connect import vllm_cache
     from flowkv.connect.vllm_cache import FlowKVCachePolicy, ends_of, group_of
+    from flowkv.connect.vllm_rows import code_rows, describe
 except ImportError as error:
     raise untested("vLLM", TESTED, error) from error
 
@@ -81,23 +80,6 @@ def _require_lasting_hashes() -> bool:
     return seed is not None
 
 
-def describe(spec: Any, row_bytes: int) -> dict[str, Any]:
-    """Return all settings but weights and tokens that the bytes of a row depend on."""
-    mapper = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk)
-    made_by = {
-        **mapper.get_run_config(),  # groups, layers, dtype, parallel sizes, canonical format
-        "layout": spec.config.kv_cache_layout,
-        "row_bytes": row_bytes,
-        "device": str(current_platform.device_name),
-    }
-    if current_platform.is_cpu():  # the layout of keys depends on the instruction set
-        import torch
-
-        amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()
-        made_by["instructions"] = [platform.machine(), amx, avx512]
-    return made_by
-
-
 class FlowKVTier(SecondaryTierManager):
     """Tier of vLLM's over a keeper. Only the constructor, `drain_jobs` and `shutdown` wait.
 
@@ -112,6 +94,8 @@ class FlowKVTier(SecondaryTierManager):
         load_deadline_s: A load that takes longer is a miss.
         gate: Whether to decline requests that are faster to compute than to load.
         enable_kv_events: Whether stored and evicted chunks become KV events of vLLM.
+        codec: "kvt" codes chunks at one to two bits a value, with loss.
+        basis: File of the basis of "kvt", of `flowkv calibrate`.
         record: New file that requests are recorded in for `flowkv sim replay`, as salted hashes.
         locality: "LOCAL" or "REMOTE", for `kv_load_tiers` of requests.
         **options: See `open_keeper`: policy, quotas, durability, integrity, secret, lossless.
@@ -127,7 +111,8 @@ class FlowKVTier(SecondaryTierManager):
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
         backpressure_detector: Any = None, *, places: str | Sequence[str], weights: str = "",
         revision: str = "", load_deadline_s: float = 5.0, gate: bool = True,
-        enable_kv_events: bool = False, record: str = "", locality: str | None = None,
+        codec: str = "raw", basis: str = "", enable_kv_events: bool = False, record: str = "",
+        locality: str | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -135,6 +120,8 @@ class FlowKVTier(SecondaryTierManager):
         self.locality = Locality(locality) if locality else None
         spec, config = offloading_spec, offloading_spec.config
         made_by = describe(spec, self.block_size_bytes)
+        self._coded = code_rows(codec, basis, spec, self.block_size_bytes)
+        made_by |= self._coded.named if self._coded else {}
         model = str(made_by.pop("model_name"))
         self._namespace, self._layout = identify(model, made_by, weights, revision)
         layers = sum(len(group.layer_names) for group in config.groups) or 1
@@ -143,7 +130,9 @@ class FlowKVTier(SecondaryTierManager):
         numbers = [getattr(group, "group_id", i) for i, group in enumerate(config.groups)]
         sizes = [tokens * spec.blocks_per_chunk for tokens in spec.tokens_per_block]
         self._tokens = dict(zip(numbers, sizes, strict=True))
-        self._rank = config.parallel.rank, config.parallel.world_size
+        self._rank, self._fidelity = (config.parallel.rank, config.parallel.world_size), 0
+        if self._coded:  # for all ranks, and with the loss of chunks before, coded or not
+            self._rank, self._fidelity = (0, 1), COLD
         self._memory = primary_kv_view.cast("B")
         self._deadline_s, self._gate = load_deadline_s, gate
         self._secret = bytes.fromhex(options.get("secret", ""))
@@ -157,7 +146,9 @@ class FlowKVTier(SecondaryTierManager):
         first = next(iter(self._tokens.items()))
         self._recorder = vllm_cache.CacheRecorder(record, *first)
         self._hints = vllm_cache.Promises(self._name, *first)
-        self.keeper = open_keeper(*([places] if isinstance(places, str) else places), **options)
+        places = [places] if isinstance(places, str) else places
+        over = self._coded.over(self._layout) if self._coded else None
+        self.keeper = open_keeper(*places, over=over, **options)
         self._keys = Announced[bytes](self.keeper)  # keys of chunks in stored events, by name
         if events:
             self.keeper.on_evicted = self._keys.departed
@@ -232,7 +223,8 @@ class FlowKVTier(SecondaryTierManager):
         """Start to fill rows."""
         request = job_metadata.req_context.req_id
         self._scheduled_s.pop(request, None)
-        loads = [Load(self._name(key), row, self._layout) for key, row in self._rows(job_metadata)]
+        how = self._layout, self._fidelity
+        loads = [Load(self._name(key), row, *how) for key, row in self._rows(job_metadata)]
         self._start(job_metadata, loads, loads=True, deadline_s=self._deadline_s, request=request)
 
     def submit_store(self, job_metadata: Any) -> None:
@@ -245,8 +237,10 @@ class FlowKVTier(SecondaryTierManager):
         for key, row in self._rows(job_metadata):
             parent, group = self._name(above[key]) if key in above else ROOT, group_of(key)
             said = self._layout, parent, self._namespace, group, self._tokens[group], stripe, salt
-            info = raw_page(*said, *self._rank)
+            info = raw_page(*said, *self._rank)._replace(fidelity=self._fidelity)
             stores.append(Store(self._name(key), info, row.toreadonly()))
+            if self._coded:
+                self._coded.storing(self._name(key), context.get_offload_key_position(key))
         self._start(job_metadata, stores, loads=False)
 
     def _start(self, job: Any, items: Sequence[Any], **how: Any) -> None:
@@ -288,6 +282,8 @@ class FlowKVTier(SecondaryTierManager):
             n_bytes, keys = sum(job.sizes.values()), None if success else tuple(good) or None
             self._done.append(JobResult(job.number, success, keys, seconds, n_bytes))
             self._hints.moved(job.number, good, "read" if job.loads else "created")
+            if self._coded and not job.loads:
+                self._coded.stored(map(self._name, job.keys))
             if self._tells and not job.loads:
                 new = [key for key in good if self._keys.arrived(self._name(key), key)]
                 self._tell(new, removed=False)

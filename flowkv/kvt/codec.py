@@ -63,9 +63,9 @@ def codable(layout: PageLayout) -> bool:
     return exact and 0 < layout.page_size <= 256 and not layout.page_size % 4  # tokens are u8
 
 
-def coded_fingerprint(layout: PageLayout) -> bytes:
-    """Return the fingerprint of the coded pages that stand for raw ones of a layout."""
-    return hashlib.sha256(b"flowkv.kvt/1" + layout.fingerprint()).digest()[:16]
+def coded_fingerprint(raw: bytes) -> bytes:
+    """Return the fingerprint of the coded pages that stand for raw ones, from that of these."""
+    return hashlib.sha256(b"flowkv.kvt/1" + raw).digest()[:16]
 
 
 class PageCoder:
@@ -173,6 +173,18 @@ class PageCoder:
         head = _HEAD.pack(MAGIC, self.name, len(self.data), page_no)
         data = b"".join((head, *heads, *parts))
         return data if len(data) < len(body) else None
+
+    def encode_within(self, body: memoryview, page_no: int) -> tuple[bytes, bytearray] | None:
+        """Return the coded page, and the page that comes back of it; None if the basis is unfit.
+
+        That is where the page loses more than the basis is for, or is no smaller.
+        """
+        data, back = self.encode(body, page_no), bytearray(len(body))
+        if data is None or not self.decode(
+            memoryview(data), memoryview(back), 0, self.layout.layers
+        ):
+            return None
+        return (data, back) if self.loss(body, memoryview(back), page_no) <= 1 else None
 
     def decode(self, data: memoryview, target: memoryview, first: int, layers: int) -> bool:
         """Write layers of a coded page; return False if the bytes are not such a page.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from flowkv.core.geometry import LayerGroup, page_layout
 from flowkv.kvt.basis import digest
 from flowkv.kvt.codec import PageCoder, codable
 
+_log = logging.getLogger("flowkv")
 _MAGIC = b"flowkv basis/1\n"
 
 
@@ -62,6 +64,27 @@ class OpenBasis(NamedTuple):
     def __str__(self) -> str:
         """Return the words for errors."""
         return f"the basis {self.path} of {self.model}"
+
+
+class Unfit:
+    """Count of parts of prompts, and of those that a basis does not fit, which is logged at times.
+
+    Args:
+        basis: The basis.
+        instead: Codec of the others.
+    """
+
+    def __init__(self, basis: OpenBasis, instead: str) -> None:
+        self._basis, self._instead, self._tried, self._unfit = basis, instead, 0, 0
+
+    def count_part(self, model: str, *, fits: bool) -> None:
+        """Count a part of a prompt of a model."""
+        self._tried += 1
+        self._unfit += not fits
+        if not fits and not self._unfit & (self._unfit - 1):  # 1, 2, 4, ...
+            said = "%d of %d objects of %s are stored in %s: %s was learned from something else. If"
+            said += " they are many, make one of this model and such texts: flowkv calibrate"
+            _log.warning(said, self._unfit, self._tried, model, self._instead, self._basis)
 
 
 def open_basis(path: Path) -> OpenBasis:

@@ -93,33 +93,43 @@ class _Current(msgspec.Struct, frozen=True):
     earlier: list[tuple[bytes, int]] = []
 
 
+def coded_forms(geometry: Geometry) -> dict[int, CodedForm]:
+    """Return the layer groups with pages that can be coded."""
+    forms = dict[int, CodedForm]()
+    for group, one in enumerate(geometry.groups):
+        layout = page_layout(one, geometry.page_size)
+        if one.kind in ("full", "sliding") and codable(layout):
+            raw = layout.fingerprint()
+            forms[group] = CodedForm(layout, raw, coded_fingerprint(raw), torch.device(one.device))
+    return forms
+
+
 class PageBases:
     """Bases of a cache's pages, for all of its tiers. Thread-safe.
 
     Args:
-        geometry: Layer groups of the model.
+        forms: The layer groups with pages that can be coded.
+        given: Coders in bases that lie in no tier; no others are used. None where tiers keep them.
 
     Attributes:
-        forms: The groups with pages that can be coded.
+        forms: The groups.
+        given: Whether coders were given.
         current: Coders of new pages, by group; pages of other groups stay raw.
         recent: Coded pages that were loaded, with their descriptions.
         decoded: Keys of pages that were decoded.
         dropped: How often all bases were dropped, as their model was forgotten or changed.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.forms = dict[int, CodedForm]()
-        for group, one in enumerate(geometry.groups):
-            layout = page_layout(one, geometry.page_size)
-            if one.kind in ("full", "sliding") and codable(layout):
-                fingerprints = layout.fingerprint(), coded_fingerprint(layout)
-                self.forms[group] = CodedForm(layout, *fingerprints, torch.device(one.device))
+    def __init__(
+        self, forms: dict[int, CodedForm], given: dict[int, PageCoder] | None = None
+    ) -> None:
+        self.forms, self.given = forms, given is not None
         self.by_raw = {form.raw: form for form in self.forms.values()}
         self.by_coded = {form.coded: form for form in self.forms.values()}
         self._lock = threading.Lock()
-        self._known = dict[bytes, PageCoder]()
+        self._known = {coder.name: coder for coder in (given or {}).values()}
         self._there = lru_cache(len(self.forms))(DeviceDecoder)
-        self.current = dict[int, PageCoder]()
+        self.current = dict[int, PageCoder](given or {})
         self._counts: Counter[str] = Counter()
         self.recent, self._recent_bytes = OrderedDict[bytes, tuple[bytes, FrameInfo]](), 0
         self.decoded = dict[bytes, bytes]()
@@ -408,6 +418,8 @@ class CodecTier(OverTier):
     def _holds(self, coder: PageCoder) -> bool:
         """Return whether a basis lies here; store it if need be: pages are useless without it."""
         with self._storing:
+            if self.bases.given:
+                return True
             if coder.name in self._held or self._clock.now_ns() < self._again_ns:
                 return coder.name in self._held
             if self.bases.coder(coder.name) is None:  # dropped meanwhile
@@ -438,8 +450,8 @@ class CodecTier(OverTier):
         self, name: bytes, n_bytes: int, layout: PageLayout
     ) -> tuple[PageCoder | None, bool]:
         """Return the coder of a basis, read from the inner tier if need be, and if it is gone."""
-        if (known := self.bases.coder(name)) or not 0 < n_bytes < 1 << 32:
-            return known, False
+        if (known := self.bases.coder(name)) or self.bases.given or not 0 < n_bytes < 1 << 32:
+            return known, known is None and self.bases.given
         with self._reading:
             if (known := self.bases.coder(name)) is not None:
                 return known, False

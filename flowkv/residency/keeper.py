@@ -361,6 +361,8 @@ class Keeper(Closing):
         """Delete the erased frames of a tier and forget their keys; `meant` are those it lists."""
         known = [key for key in level.book if key in meant or erased.everything or erased.has(key)]
         self._withdraw(level, lambda store: _means(erased, store.key, store.info, meant))
+        if drop_copies := getattr(level.tier, "drop_copies", None):  # in memory
+            drop_copies(list(meant))
         level.tier.delete(list(meant))
         self.bus.emit(Forgotten(tier=level.tier.name, blocks=len(known)))
         level.book.remove([key for key in known if not level.storing[key]])
@@ -964,12 +966,18 @@ class Caller:
         self.keeper.close()
 
 
-def open_keeper(*places: str, bus: Bus | None = None, **options: Any) -> Keeper:
+def open_keeper(
+    *places: str,
+    bus: Bus | None = None,
+    over: Callable[[Tier], Tier] | None = None,
+    **options: Any,
+) -> Keeper:
     """Open a keeper over places in the form of `Config.tiers`.
 
     Args:
         *places: "disk:./kv:200GiB", "host:8GiB", "s3://bucket/kv", ...: fastest first.
         bus: Bus that events are emitted on.
+        over: Puts another tier over each one, such as a codec.
         **options: Fields of `Config`: policy, policy_options, quotas, durability, integrity,
             secret, lossless, exclusive.
 
@@ -989,6 +997,7 @@ def open_keeper(*places: str, bus: Bus | None = None, **options: Any) -> Keeper:
     config, rates, clock = Config(tiers=places, **options), dict[str, Rates](), SystemClock()
     tiers = open_tiers(config, (), clock, rates, on_cpu=False)
     try:
+        tiers = [over(tier) for tier in tiers] if over else tiers
         salts = [tenant_salt(name, config.secret_bytes) for name in config.quotas]
         return Keeper(
             tiers, partial(policy_of, config), rates=rates, tenants=salts, bus=bus, clock=clock

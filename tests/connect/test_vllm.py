@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import json
+import platform
 import random
 import shutil
 import subprocess
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flowkv.data import tiny_path
 from flowkv.sim import generate, read_trace
 from flowkv.testing import FlakyTier
 from tests.inside import ConfigError, Faults, KeyedPolicy, compiling, fingerprint
@@ -734,6 +737,45 @@ def share_of_hits(policy: str, prompts: list[tuple[int, list[bytes]]], capacity:
 def test_nothing_abstract_is_left() -> None:
     assert not door.FlowKVTier.__abstractmethods__
     assert not door.flowkv_auto.__abstractmethods__
+
+
+# ---- vLLM itself, chunks at one to two bits a value
+
+
+@needs_vllm
+@pytest.mark.timeout(550)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs lay out keys in other ways")
+def test_a_fresh_engine_answers_from_coded_chunks(tmp_path: Path) -> None:
+    """vLLM's own scheduler, tiers and model; its copies to host memory are of `vllm_cold`."""
+    random_ids = random.Random(1)
+
+    def ascii_ids(count: int) -> list[int]:
+        return [random_ids.randint(32, 126) for _ in range(count)]
+
+    def python(*words: str) -> str:
+        command = [sys.executable, "-m", *words]
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    (tmp_path / "text.txt").write_bytes(bytes(ascii_ids(9 * 256)))
+    given = "--model", str(tiny_path()), "--text", str(tmp_path / "text.txt")
+    basis = str(tmp_path / "basis.kvt")
+    python("flowkv.cli", "calibrate", *given, "--out", basis, "--kl", "0.02")
+    tier = {"type": "FlowKVTier", "module_path": "bench.engines.tier", "gate": False}
+    tier |= {"places": [f"disk:{tmp_path}/kv:1GiB"], "codec": "kvt", "basis": basis}
+    said = {"model": str(tiny_path()), "heads": 2, "tier": tier | {"load_deadline_s": 60.0}}
+    words = "tests.connect.vllm_cold", json.dumps(said | {"prompts": [ascii_ids(1000)]})
+    first, again = (json.loads(python(*words).partition("SAYS ")[2]) for _ in range(2))
+    (exact,), (found,) = first["answers"], again["answers"]
+    assert (exact["cached"], found["cached"]) == (0, 960)  # 15 chunks of 64 tokens
+    values = 960 * 4 * 2 * 2 * 64  # layers, K and V, heads, dims
+    assert first["coded"]["pages"] == 15
+    assert 8 * first["coded"]["coded_bytes"] / values < 2
+    assert again["coded"]["decoded_bytes"] == 4 * values
+    assert found["tokens"][0] == exact["tokens"][0]
+    assert found["logs"] != exact["logs"]  # they are of decoded keys and values
+    same = [a == b for a, b in zip(exact["tokens"], found["tokens"], strict=True)]
+    count = [*same, False].index(False)
+    assert found["logs"][:count] == pytest.approx(exact["logs"][:count], abs=0.5)
 
 
 def test_the_keeper_needs_neither_torch_nor_an_engine() -> None:

@@ -20,6 +20,7 @@ from tests.inside import (
     DeviceDecoder,
     DeviceQueue,
     PageBases,
+    coded_forms,
     compiling,
     kvt_device,
     kvt_tier,
@@ -216,6 +217,6 @@ def test_a_device_that_fails_costs_no_page(tmp_path: Path, monkeypatch: pytest.M
 
 def test_pages_are_decoded_where_their_layers_lie() -> None:
     groups = group("bfloat16"), group("bfloat16", layers=(3,), device="cuda:1")
-    forms = PageBases(Geometry(groups=groups, page_size=SIZE)).forms
+    forms = PageBases(coded_forms(Geometry(groups=groups, page_size=SIZE))).forms
     assert [forms[n].device.type in kvt_device.DEVICES for n in (0, 1)] == [False, True]
     assert forms[1].device.index == 1

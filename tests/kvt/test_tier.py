@@ -34,6 +34,7 @@ from tests.inside import (
     PageCoder,
     PrefixIndex,
     StateError,
+    coded_forms,
     digests,
     evictable,
     kvt_codec,
@@ -67,7 +68,7 @@ def info(**more: Any) -> FrameInfo:
 
 def made(inner: Tier, *, basis: bytes | None = BASIS) -> CodecTier:
     """A tier that codes pages, whose numbers are those of their keys."""
-    bases = PageBases(GEOMETRY)
+    bases = PageBases(coded_forms(GEOMETRY))
     if bind := getattr(inner, "bind", None):
         bind(NAMESPACE, "a model")
     tier = CodecTier(inner, bases)
@@ -481,7 +482,7 @@ def test_closing_waits_for_no_basis(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
     list(again.scan())
-    again.bases.__init__(GEOMETRY)  # type: ignore[misc]
+    again.bases.__init__(coded_forms(GEOMETRY))  # type: ignore[misc]
     route, held = again._route, threading.Event()
     monkeypatch.setattr(again, "_route", lambda answer: (held.wait(20), route(answer)))
     target = bytearray(LAYOUT.page_bytes)
@@ -577,7 +578,7 @@ def test_a_basis_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     tier.close()
     again = made(DiskTier(tmp_path, 64 << 20), basis=OTHER_BASIS)
     list(again.scan())
-    again.bases = PageBases(GEOMETRY)
+    again.bases = PageBases(coded_forms(GEOMETRY))
     read, own = list[bytes](), again._get
 
     def get(key: bytes, *more: Any) -> bytes | None:
@@ -753,12 +754,14 @@ def test_it_is_a_tier(tmp_path: Path) -> None:
     numbers = itertools.count()
 
     def fresh(size: int) -> Tier:
-        return CodecTier(DiskTier(tmp_path / str(next(numbers)), size), PageBases(GEOMETRY))
+        return CodecTier(
+            DiskTier(tmp_path / str(next(numbers)), size), PageBases(coded_forms(GEOMETRY))
+        )
 
     def reopen(tier: Tier) -> Tier:
         tier.close()
         path = tier.name.removeprefix("disk:")
-        return CodecTier(DiskTier(path, tier.capacity_bytes), PageBases(GEOMETRY))
+        return CodecTier(DiskTier(path, tier.capacity_bytes), PageBases(coded_forms(GEOMETRY)))
 
     with examples(2):
         check_tier(fresh, reopen=reopen, capacity_bytes=256 << 10)
@@ -781,7 +784,7 @@ def test_prompts_are_kept_without_what_begins_one_before(prompts: list, most: in
         calls, shared = list[int](), kvt_tier._shared
         patch.setattr(kvt_tier, "MOST_SEEN", most)
         patch.setattr(kvt_tier, "_shared", lambda *both: calls.append(1) or shared(*both))
-        bases, wanted = PageBases(GEOMETRY), list[int]()
+        bases, wanted = PageBases(coded_forms(GEOMETRY)), list[int]()
         known = {()}
         for prompt in prompts:
             bases.keep_prompt(np.array(prompt, np.uint32))
