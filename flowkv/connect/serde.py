@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import threading
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +19,7 @@ import xxhash
 from lmcache.v1.distributed.serde.async_processor import AsyncSerdeProcessor
 from lmcache.v1.distributed.serde.base import Deserializer, Serializer
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.core.geometry import CODECS, COLD, FIDELITIES, Geometry, PageLayout, page_layout
 from flowkv.kernels import transcode
 from flowkv.kvt.codec import PageCoder, coded_fingerprint, read_head
@@ -79,8 +80,14 @@ def _layouts(
     _, layers, tokens, width = shape
     name, heads = str(dtype).removeprefix("torch."), width // head_dim
     said: dict[str, Any] = {"head_dim": head_dim, "page_size": tokens, "dtype": name}
-    group = Geometry.uniform(layers=layers, kv_heads=heads, **said).groups[0]
-    return page_layout(group, tokens), page_layout(group, tokens, codec)
+    try:
+        group = Geometry.uniform(layers=layers, kv_heads=heads, **said).groups[0]
+        return page_layout(group, tokens), page_layout(group, tokens, codec)
+    except GeometryError as error:
+        raise ConfigError(
+            f"{codec} holds no objects of {tokens} tokens with heads of {head_dim} ({error})",
+            "Change chunk_size, which is that number of tokens, or the codec",
+        ) from error
 
 
 class _Page:
@@ -162,6 +169,7 @@ class FlowKVSerializer(_Codec, Serializer):
     """
 
     _tried = _instead = 0  # objects in kvt, and those in place of them
+    _counting = threading.Lock()
 
     def estimate_serialized_size(self, layout_desc: Any) -> int:
         """Return the size of an object in bytes; in kvt the most that it can be.
@@ -207,18 +215,21 @@ class FlowKVSerializer(_Codec, Serializer):
 
     def _encode_cold(self, page: _Page, coder: PageCoder, key: Any) -> torch.Tensor | None:
         """Replace a page by what comes back of it in kvt; return that, or None if it is unfit."""
-        self._tried, place = self._tried + 1, coder.likeliest(page.body)
+        with self._counting:
+            self._tried += 1
+        place = coder.likeliest(page.body)
         data, back = coder.encode(page.body, place), memoryview(bytearray(len(page.body)))
         if data is not None and len(data) <= len(page.data):
             sound = coder.decode(memoryview(data), back, 0, coder.layout.layers)
             if sound and coder.loss(page.body, back, place) <= 1:
                 page.body[:] = back
                 return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._instead += 1
-        if not self._instead & (self._instead - 1):  # 1, 2, 4, ...
+        with self._counting:
+            self._instead += 1
+            counts = self._instead, self._tried
+        if not counts[0] & (counts[0] - 1):  # 1, 2, 4, ...
             said = "%d of %d objects of %s are stored in %s: %s was learned from something else. If"
             said += " they are many, make one of this model and such texts: flowkv calibrate"
-            counts = self._instead, self._tried
             _log.warning(said, *counts, key.model_name, _INSTEAD, self._basis)
         return None
 
