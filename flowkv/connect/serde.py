@@ -17,7 +17,7 @@ import xxhash
 from lmcache.v1.distributed.serde.async_processor import AsyncSerdeProcessor
 from lmcache.v1.distributed.serde.base import Deserializer, Serializer
 
-from flowkv.core.errors import ConfigError
+from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.core.geometry import CODECS, COLD, FIDELITIES, Geometry, PageLayout, page_layout
 from flowkv.kernels import transcode
 from flowkv.kvt.codec import PageCoder, coded_fingerprint, read_head
@@ -77,8 +77,14 @@ def _layouts(
     _, layers, tokens, width = shape
     name, heads = str(dtype).removeprefix("torch."), width // head_dim
     said: dict[str, Any] = {"head_dim": head_dim, "page_size": tokens, "dtype": name}
-    group = Geometry.uniform(layers=layers, kv_heads=heads, **said).groups[0]
-    return page_layout(group, tokens), page_layout(group, tokens, codec)
+    try:
+        group = Geometry.uniform(layers=layers, kv_heads=heads, **said).groups[0]
+        return page_layout(group, tokens), page_layout(group, tokens, codec)
+    except GeometryError as error:
+        raise ConfigError(
+            f"{codec} holds no objects of {tokens} tokens with heads of {head_dim} ({error})",
+            "Change chunk_size, which is that number of tokens, or the codec",
+        ) from error
 
 
 class _Page:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,15 +77,18 @@ class Unfit:
 
     def __init__(self, basis: OpenBasis, instead: str) -> None:
         self._basis, self._instead, self._tried, self._unfit = basis, instead, 0, 0
+        self._counting = threading.Lock()
 
     def count_part(self, model: str, *, fits: bool) -> None:
         """Count a part of a prompt of a model."""
-        self._tried += 1
-        self._unfit += not fits
-        if not fits and not self._unfit & (self._unfit - 1):  # 1, 2, 4, ...
+        with self._counting:
+            self._tried += 1
+            self._unfit += not fits
+            unfit, tried = self._unfit, self._tried
+        if not fits and not unfit & (unfit - 1):  # 1, 2, 4, ...
             said = "%d of %d objects of %s are stored in %s: %s was learned from something else. If"
             said += " they are many, make one of this model and such texts: flowkv calibrate"
-            _log.warning(said, self._unfit, self._tried, model, self._instead, self._basis)
+            _log.warning(said, unfit, tried, model, self._instead, self._basis)
 
 
 def open_basis(path: Path) -> OpenBasis:

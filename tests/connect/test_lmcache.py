@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -656,6 +657,13 @@ def test_numbers_that_no_codec_holds_are_not_stored(bad: float) -> None:
         encoded("kv8", values, key_of(1))
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 17, 100, 512])
+def test_objects_of_other_lengths_have_no_codec(tokens: int) -> None:
+    desc = api.MemoryLayoutDesc([torch.Size([2, 3, tokens, 2 * DIM])], [torch.bfloat16])
+    with pytest.raises(ConfigError, match=f"kv8 holds no objects of {tokens} tokens.*chunk_size"):
+        door.FlowKVSerializer("kv8", DIM).estimate_serialized_size(desc)
+
+
 def test_latents_have_no_codec() -> None:
     desc = api.MemoryLayoutDesc([torch.Size([1, 3, 64, 576])], [torch.bfloat16])
     with pytest.raises(ConfigError, match="MLA"):
@@ -792,6 +800,24 @@ def test_what_the_basis_does_not_fit_is_stored_in_kv8(
     found = torch.zeros(SHAPE, dtype=torch.bfloat16)
     door.FlowKVDeserializer("kvt", 0, basis_of()).deserialize(blob, object_of(found), key_of(1))
     assert part_distance(found, values) < 0.02
+
+
+def test_threads_count_each_object_once(
+    basis_of: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    serializer, whole = door.FlowKVSerializer("kvt", 0, basis_of()), values_of(1)
+    size = serializer.estimate_serialized_size(DESC)
+
+    def store(_: int) -> int:
+        blob = object_of(torch.zeros(size, dtype=torch.uint8))
+        return int(serializer.serialize(object_of(whole), blob, key_of(1)))
+
+    with ThreadPoolExecutor(4) as pool:
+        [*pool.map(store, range(64))]
+    words = [one.getMessage().split() for one in caplog.records]
+    said = sorted((int(one[0]), int(one[2])) for one in words)
+    assert [one[0] for one in said] == [1, 2, 4, 8, 16, 32, 64]
+    assert all(instead <= tried <= 64 for instead, tried in said) and said[-1][1] == 64
 
 
 def test_the_serde_decodes_nothing_of_another_basis(basis_of: Callable[..., Any]) -> None:
