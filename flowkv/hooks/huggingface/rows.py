@@ -53,9 +53,10 @@ def closed_on_error(seqs: list[Sequence]) -> Iterator[None]:
 
 def exclusive(cache: Any) -> AbstractContextManager[Any]:
     """Keep operations of other threads off a cache, which need not be paged, between forwards."""
-    rows = getattr(cache, "rows", None)
-    alone = rows is None or rows.kv.inherited  # the holder does not exist in a forked process
-    return nullcontext() if alone else rows.turn  # type: ignore[no-any-return]
+    rows: Rows | None = getattr(cache, "rows", None)
+    if rows is None or rows.kv.inherited:  # the holder does not exist in a forked process
+        return nullcontext()
+    return rows.turn
 
 
 def apart(kv: KV, seqs: list[Sequence]) -> None:
