@@ -593,11 +593,13 @@ def longtasks(results: Results) -> str:
     parts = []
     for head, rows in results.get("longtasks_cpu", {}).get("tables", []):
         if "KL" not in head:
-            names = [way + f", {bits} bits" * bool(bits) for way, bits, *_ in rows]
-            cells = zip(*(row[2:] for row in rows), strict=True)
-            tasks = [one.partition(":")[0] for one in head[2:]]
-            shares = [[task, *own] for task, own in zip(tasks, cells, strict=True)]
-            parts.append(table(["task, tokens", *names], shares))
+            shares: dict[str, list[list[str]]] = {}
+            for n, one in enumerate(head[2:], 2):
+                task, _, tokens = one.partition(":")[0].partition(", ")
+                cells = [row[n].partition(" ")[0] for row in rows]
+                shares.setdefault(task, []).append([tokens, *cells])
+            lengths = [[task, *map(", ".join, zip(*some))] for task, some in shares.items()]  # noqa: B905
+            parts.append(table(["task", "tokens", *(row[0] for row in rows)], lengths))
             continue
         lines: dict[str, dict[str, str]] = {}
         widest = 0.0

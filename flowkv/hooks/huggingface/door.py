@@ -305,8 +305,13 @@ class ForwardHook:
         key = threading.get_ident(), id(cache)
         changed, served = None, False
         try:
-            with exclusive(cache):
-                self._inside.add(key)
+            self._inside.add(key)
+            if isinstance(cache, PagedCache):
+                if cache.rows.turn.acquire(blocking=False):
+                    cache.rows.turn.release()
+                else:
+                    with exclusive(cache):  # the other thread's operation ends first
+                        pass
             if self._leaving and isinstance(cache, PagedCache):
                 self._let_go(cache)
             changed = None if aside else self._serve(module, cache, given)
