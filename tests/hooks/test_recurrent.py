@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import DynamicCache
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
-from tests.inside import Recurrent, StatePlacement
+from tests.inside import ForwardHook, Recurrent, StatePlacement
 from tests.inside import rows_Rows as Rows
 
 REFUSED = {"jamba": "does not continue from a cache as it answers in one pass"}
@@ -136,6 +137,40 @@ def test_states_are_saved_between_the_forwards_of_their_thread(
         assert not failed
         assert_same(generate(model, 6, input_ids=longer), wanted)
         assert reused(kv)
+
+
+def test_an_interrupt_before_a_forward_leaves_its_cache_unlocked() -> None:
+    """At each line of the hook: other threads would wait for ever for a lock that stays taken."""
+    model, ids, code = models.causal("llama"), models.prompt(40), ForwardHook.before.__code__
+    free, stopped = list[bool](), 0
+    with attached(model), torch.no_grad():
+        cache: Any = DynamicCache(config=model.config)
+        model(ids[:, :20], past_key_values=cache, logits_to_keep=1)
+        rows = cache.rows
+        for line in sorted({n for *_, n in code.co_lines() if n}):
+
+            def trace(frame: Any, event: str, _: Any, line: int = line) -> Any:
+                if frame.f_code is code and event == "line" and frame.f_lineno == line:
+                    raise KeyboardInterrupt
+                return trace if frame.f_code is code else None
+
+            sys.settrace(trace)
+            try:
+                model(ids[:, 20:21], past_key_values=cache, logits_to_keep=1)
+            except KeyboardInterrupt:
+                stopped += 1
+            finally:
+                sys.settrace(None)
+
+            def take() -> None:
+                free.append(rows.turn.acquire(timeout=1.0))
+                if free[-1]:
+                    rows.turn.release()
+
+            other = threading.Thread(target=take)
+            other.start()
+            other.join()
+    assert all(free) and stopped > 10
 
 
 @pytest.mark.parametrize("padded", [False, True])

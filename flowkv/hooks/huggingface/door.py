@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
@@ -305,13 +306,9 @@ class ForwardHook:
         key = threading.get_ident(), id(cache)
         changed, served = None, False
         try:
-            self._inside.add(key)
-            if isinstance(cache, PagedCache):
-                if cache.rows.turn.acquire(blocking=False):
-                    cache.rows.turn.release()
-                else:
-                    with exclusive(cache):  # the other thread's operation ends first
-                        pass
+            locked = isinstance(cache, PagedCache) and cache.rows.pid == os.getpid()
+            with cache.rows.turn if locked else nullcontext():
+                self._inside.add(key)  # operations of other threads have ended
             if self._leaving and isinstance(cache, PagedCache):
                 self._let_go(cache)
             changed = None if aside else self._serve(module, cache, given)

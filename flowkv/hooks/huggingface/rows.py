@@ -7,6 +7,7 @@ translates, and records the token ids that were computed, so that full pages can
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
@@ -54,7 +55,7 @@ def closed_on_error(seqs: list[Sequence]) -> Iterator[None]:
 def exclusive(cache: Any) -> AbstractContextManager[Any]:
     """Keep operations of other threads off a cache, which need not be paged, between forwards."""
     rows: Rows | None = getattr(cache, "rows", None)
-    if rows is None or rows.kv.inherited:  # the holder does not exist in a forked process
+    if rows is None or rows.pid != os.getpid():  # the holder does not exist in a forked process
         return nullcontext()
     return rows.turn
 
@@ -93,6 +94,7 @@ class Rows:
         lengths: Lengths of a text at which positions are encoded as in these rows; None for any.
         uneven: Some rows may hold tokens behind `base`; the next forward leaves those alone.
         restoring: A `restore.Restoring`, until the first forward behind it is over, or None.
+        pid: Process that made the rows.
         turn: Lock of what changes or reads the rows between forwards, see `exclusive`.
         lost: Columns that failed to load, and that the caller still counts on.
         views: By layer: the views of K and V that it passes to the model in the step.
@@ -111,7 +113,7 @@ class Rows:
 
     # Slots instead of a dictionary stop walks through the attributes of a cache here.
     __slots__ = tuple(
-        """kv seqs base layers trusted turn total new updated forwards step wants_weights blind
+        """kv seqs base layers trusted pid turn total new updated forwards step wants_weights blind
         by_column prefilling uneven lengths restoring lost pads shifts most_pad views
         _last taken thinning noted _index _notes _agrees _one _left _known _next_full
         __weakref__""".split()
@@ -128,7 +130,7 @@ class Rows:
         trusted: Callable[[Rows], bool],
     ) -> None:
         self.kv, self.seqs, self.base, self.layers = kv, list(seqs), base, layers
-        self.trusted, self.turn = trusted, threading.RLock()
+        self.trusted, self.pid, self.turn = trusted, os.getpid(), threading.RLock()
         self.total, self.new, self.updated = base, 0, 0
         self.forwards = 0
         self.step: Step | None = None
