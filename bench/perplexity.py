@@ -4,7 +4,8 @@ English prose is read in contexts, in chunks of 128 tokens, through one cache af
 chunk sees the tokens before it as the cache keeps them, and its own as they are: FlowKV's pages
 are full and encoded by then (`recent_tokens=0`), and the quantized caches of Hugging Face, whose
 window of raw tokens is 128, have just emptied it. Only "auto" keeps recent tokens as it does by
-default. The first chunk has no past and does not count.
+default. The first chunk has no past and does not count. Pages of tiers below the device, in codec
+kvt, are read in the same way where files of bases are given (`flowkv calibrate`).
 
 Every context is read with all caches before the next one begins, contexts are spread over the
 text, and each is a file in the folder `--resume`: a run can be stopped and goes on later, and its
@@ -40,6 +41,9 @@ from transformers.cache_utils import Cache, QuantizedLayer
 import flowkv
 from flowkv.core.errors import ConfigError
 from flowkv.hooks.huggingface.load import DTYPES, load
+from flowkv.kvt.codec import PageCoder
+from flowkv.kvt.file import open_basis
+from flowkv.kvt.learning import coded_pages
 
 CHUNK, LENGTH, POOL, EXACT = 128, 2048, "192MiB", "DynamicCache"
 PACKAGE, SHA256 = "networkx", "438041fbcaf8c9b6d60759feb06e568f03cb7f4d0b97ae7fbd737467d1c77a60"
@@ -92,6 +96,42 @@ class Rounded(QuantizedLayer):
         return qtensor
 
 
+class Cold(DynamicCache):
+    """Pages of a codec kvt: coded and decoded once, when the tokens behind them begin.
+
+    Args:
+        config: Of the model.
+        coder: Coder of the pages.
+    """
+
+    def __init__(self, config: Any, coder: PageCoder) -> None:
+        super().__init__(config=config)
+        self._coder, self._pages, self._n_bytes = coder, 0, 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys and values of a layer; before the first one, code the full pages."""
+        if layer_idx == 0:
+            self.n_bytes()
+        return super().update(key_states, value_states, layer_idx, *more)
+
+    def n_bytes(self) -> int:
+        """Code the full pages and return the bytes of all."""
+        size, first = self._coder.layout.page_size, self._pages
+        self._pages = self.get_seq_length() // size
+        here = slice(first * size, self._pages * size)
+        if first < self._pages:
+            held = [[x.keys[0, :, here], x.values[0, :, here]] for x in self.layers]
+            keys, values = (torch.stack(some) for some in zip(*held, strict=True))
+            found, coded, _ = coded_pages(self._coder, (keys, values), first)
+            self._n_bytes += coded
+            for parts, *sides in zip(held, *found, strict=True):
+                for part, side in zip(parts, sides, strict=True):
+                    part.copy_(side)
+        return self._n_bytes
+
+
 class Way(NamedTuple):
     """One kind of cache.
 
@@ -106,13 +146,16 @@ class Way(NamedTuple):
     n_bytes: Callable[[Any], float]
 
 
-def ways(model: Any) -> dict[str, Way]:
+def ways(model: Any, bases: Sequence[Path] = ()) -> dict[str, Way]:
     """All of them by name; the first is exact."""
     config = model.config
     made = {EXACT: Way(model, lambda ids: DynamicCache(config=config), _held)}
     for name, fields in FLOWKV.items():
         twin = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
         made[name] = _attached(twin, flowkv.attach(twin, write_back=False, gpu=POOL, **fields))
+    for path in bases:
+        cold = partial(Cold, config, open_basis(path).coder)
+        made[f"kvt, {path.stem}"] = Way(model, lambda ids, cold=cold: cold(), Cold.n_bytes)
     for name, options in PEERS.items():
         if importlib.util.find_spec(_NEEDS.get(options["backend"], "torch")):
             make = partial(QuantizedCache, config=config, **options)
@@ -181,6 +224,7 @@ def settings(given: argparse.Namespace) -> tuple[Any, list[torch.Tensor], str]:
     loaded = load(given.model, dtype=given.dtype, device="cpu")
     cut = contexts(loaded.encode(prose), given.contexts, length)
     asked = [given.model, given.dtype, CHUNK, FLOWKV, PEERS, [ids.tolist() for ids in cut]]
+    asked += [[path.name, path.read_bytes().hex()] for path in given.basis]
     return loaded.model, cut, hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
@@ -188,7 +232,7 @@ def read_share(given: argparse.Namespace, share: str) -> None:
     """Reads every n-th context that the folder lacks with all caches; `share` is "k/n/folder"."""
     first, of, folder = share.split("/", 2)
     model, cut, _ = settings(given)
-    made, until = ways(model), time.monotonic() + 60 * given.minutes
+    made, until = ways(model, given.basis), time.monotonic() + 60 * given.minutes
     for number in range(int(first), len(cut), int(of)):
         path, ids = Path(folder) / f"{number:03}.json", cut[number]
         if path.exists() or time.monotonic() > until:

@@ -65,6 +65,8 @@ def add_verbs(verb: AddVerb) -> None:
     )
     real.add_argument("--contexts", type=count, default=53, help="of quality")
     real.add_argument("--text", type=Path, metavar="FILE", help="of quality, not the frozen one")
+    basis = "of quality: pages in codec kvt, by `flowkv calibrate`; may be given again"
+    real.add_argument("--basis", type=Path, metavar="FILE", action="append", default=[], help=basis)
     real.add_argument("--minutes", type=float, default=inf, help="quality reads no longer")
     real.add_argument("--resume", metavar="DIR", help="where quality keeps what it has read")
     real.add_argument("--child", default="", help=argparse.SUPPRESS)
@@ -283,6 +285,8 @@ def _child(given: argparse.Namespace, part: str, folder: str, **environment: str
     for name in ("model", "dtype", "threads", "rounds", "longest", "contexts", "minutes", "text"):
         if getattr(given, name) is not None:
             command += [f"--{name}", str(getattr(given, name))]
+    for path in given.basis:
+        command += ["--basis", str(path)]
     done = subprocess.run(
         command, env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True, text=True
     )

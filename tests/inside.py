@@ -233,7 +233,7 @@ if TYPE_CHECKING:
     )
     from flowkv.kvt.entropy import count as count_symbols
     from flowkv.kvt.file import BasisFile, OpenBasis, open_basis, save_basis
-    from flowkv.kvt.learning import GroupLearner, search
+    from flowkv.kvt.learning import GroupLearner, coded_pages, search
     from flowkv.kvt.rows import RowCoder, RowForm, row_bases
     from flowkv.kvt.tier import CodecTier, PageBases, coded_forms
     from flowkv.naming import computation, identity, memory_words

@@ -94,13 +94,14 @@ class GroupLearner:
         return sum(math.prod(chunk.shape) for chunk in self._chunks)
 
 
-def coded_pages(coder: PageCoder, sides: Sides) -> tuple[Sides, int, int]:
+def coded_pages(coder: PageCoder, sides: Sides, first: int = 0) -> tuple[Sides, int, int]:
     """Return keys and values as coded pages give them back, and the bytes coded and raw.
 
     Args:
         coder: Coder of the pages.
         sides: Keys and values in the dtype of the pages, `[layers, heads, tokens, dim]`; the tokens
             fill whole pages.
+        first: Number of the first page.
     """
     size, out = coder.layout.page_size, (sides[0].clone(), sides[1].clone())
     coded_bytes = raw_bytes = 0
@@ -109,7 +110,7 @@ def coded_pages(coder: PageCoder, sides: Sides) -> tuple[Sides, int, int]:
         here = slice(number * size, (number + 1) * size)
         for view, side in zip(coder.views(memoryview(page)), sides, strict=True):
             view.copy_(side[:, :, here])
-        data = coder.encode(memoryview(page), number)
+        data = coder.encode(memoryview(page), first + number)
         raw_bytes += len(page)
         coded_bytes += len(data or page)
         if data is None or not coder.decode(

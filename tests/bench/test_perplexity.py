@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 
 from bench import perplexity
 from tests.fixture_model import corpus, load_tiny
-from tests.inside import ConfigError
+from tests.inside import ConfigError, coded_pages
+from tests.kvt.pages import SIZE, Source, layout, learner
 
 
 def test_the_past_is_read_from_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +41,26 @@ def test_the_past_is_read_from_the_caches(monkeypatch: pytest.MonkeyPatch) -> No
         8, rel=1e-3
     )
     assert sizes["kv8"] >= 8.25 and 4.25 <= sizes["kv4c"] < sizes["k8v4"] < sizes["kv8"]
+
+
+def test_cold_pages_of_the_past_are_coded_once() -> None:
+    source = Source(layout())
+    coder = learner(source).coder(1e-3, {})
+    keys, values = source.sides(5 * SIZE + 10)
+    sides = coder.basis.turns.apply(keys, 0), values
+    (keys, values), n_bytes, _ = coded_pages(coder, tuple(x[:, :, : 5 * SIZE] for x in sides))
+    cold = perplexity.Cold(None, coder)
+    for start in range(0, sides[0].shape[2], 2 * SIZE):
+        here = slice(start, start + 2 * SIZE)
+        for layer in range(len(keys)):
+            held = cold.update(*(x[None, layer, :, here] for x in sides), layer)
+            for own, coded, exact in zip(held, (keys, values), sides, strict=True):
+                assert torch.equal(own[0, :, :start], coded[layer, :, :start]), "the past"
+                assert torch.equal(own[0, :, start:], exact[layer, :, here]), "the chunk itself"
+    assert cold.n_bytes() == cold.n_bytes() == n_bytes
+    for coded, exact in zip((keys, values), sides, strict=True):
+        lost = (coded - exact[:, :, : 5 * SIZE]).norm() / exact.norm()
+        assert 1e-4 < lost < 0.5
 
 
 def test_beginnings_of_the_order_are_spread() -> None:
