@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import importlib.metadata
 import itertools
@@ -59,7 +58,6 @@ _ALIKE = {"mooncake-transfer-engine": "mooncake-transfer-engine-non-cuda"}
 """Distributions with the same contents under another name."""
 _SHAPES = ((8, 32, 128), (8, 64, 128), (4, 32, 128), (8, 16, 128), (8, 32, 64), (2, 14, 64))
 """Key heads, query heads and head dimension of many decoders."""
-_IO_URING_SETUP = 425  # the same number on every architecture that Linux gained since 2019
 
 
 class Finding(NamedTuple):
@@ -313,7 +311,9 @@ def _file_system(place: Path) -> str:
 
 
 def _io_uring() -> Iterator[Finding]:
-    code = _probe_io_uring() if sys.platform == "linux" else errno.ENOSYS
+    from flowkv.tiers.io import probe_ring
+
+    code = probe_ring() if sys.platform == "linux" else errno.ENOSYS
     kernel = platform.release()
     data: dict[str, object] = {"available": code == 0, "errno": code, "kernel": kernel}
     why, advice = {
@@ -329,17 +329,6 @@ def _io_uring() -> Iterator[Finding]:
 
 
 _ALLOW_IO_URING = "Allow it in the container's seccomp profile and in kernel.io_uring_disabled"
-
-
-def _probe_io_uring() -> int:
-    """Create and close a ring of one entry; return 0 or the error number."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
-    ring = libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), ctypes.byref(parameters))
-    if ring < 0:
-        return ctypes.get_errno()
-    os.close(ring)
-    return 0
 
 
 def _read(path: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from flowkv.core.errors import StoreError
 from flowkv.core.geometry import FIDELITIES
-from flowkv.tiers.disk.home import FrameShape, Superblock, owned, read_superblock
+from flowkv.tiers.disk.home import Superblock, owned, read_superblock
 from flowkv.tiers.disk.journal import RECORD_BYTES, Held, Journal, Slot, in_order, newest, sensible
 from flowkv.tiers.disk.store import (
     DiskStore,
@@ -31,6 +31,15 @@ from flowkv.tiers.frame import AES_256_GCM, BadFrame
 from flowkv.tiers.io.engine import FileIO
 
 Progress = Callable[[int, int], None]
+
+
+class FrameShape(msgspec.Struct, kw_only=True, frozen=True, order=True):
+    """Shape of frames: the stripes of the bodies with this layout fingerprint."""
+
+    layout: str
+    kind: str
+    stripes: int
+    stripe_bytes: int
 
 
 class FrameShare(msgspec.Struct):
@@ -57,8 +66,8 @@ class Inspection(msgspec.Struct, kw_only=True):
         namespaces: By namespace digest, in hex.
         names: Names of models, by namespace digest in hex; frames of namespaces without a name were
             made by an earlier version, or by a program that gave none.
-        tenants: Salts of tenants, in hex, that had frames when it was last opened or closed.
-        geometries: Shapes of frames that were there then.
+        tenants: Salts of the tenants, in hex, that have frames.
+        geometries: Shapes of frames.
         encrypted: Frames that need a secret to be read.
         compressed: Frames with compressed stripes.
         bad_pages: Damaged pages of the journal.
@@ -126,7 +135,6 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
     )
     if not superblock.known:
         return found
-    found.tenants, found.geometries = superblock.tenants, superblock.geometries
     with reading(path, superblock, Envelope()) as (_, index, journal):
         frames = [held for _, held in index.items()]
         found.frames = len(frames)
@@ -135,6 +143,8 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
         found.codecs = _shares(frames, lambda held: FIDELITIES[held.info.codec])
         found.namespaces = by_namespace(frames)
         found.names = names(superblock)
+        found.tenants = sorted({held.info.tenant.hex() for held in frames})
+        found.geometries = sorted(set(map(_shape, frames)))
         found.encrypted = sum(held.integrity == AES_256_GCM for held in frames)
         found.compressed = sum(held.lossless for held in frames)
         found.bad_pages = journal.bad_pages if journal else 0
@@ -333,6 +343,11 @@ def _shares(frames: list[Held], name: Callable[[Held], str]) -> dict[str, FrameS
         share.frames += 1
         share.bytes += held.body_bytes
     return dict(sorted(shares.items()))
+
+
+def _shape(held: Held) -> FrameShape:
+    layout, kind, step = held.info.layout.hex(), held.info.kind, held.info.stripe_bytes
+    return FrameShape(layout=layout, kind=kind, stripes=held.stripes, stripe_bytes=step)
 
 
 def _disk_bytes(path: Path) -> int:

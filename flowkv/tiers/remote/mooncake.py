@@ -40,6 +40,7 @@ class MooncakeSession:
 
     Attributes:
         users: Calls under way; the session is not closed before they have returned.
+        retired_bytes: Bytes of slots in which transfers that failed may still write.
 
     Raises:
         ConnectionError: The memory could not be registered.
@@ -47,8 +48,7 @@ class MooncakeSession:
 
     def __init__(self, client: Any, n_bytes: int) -> None:
         self.client, self.arena, self.users = client, Arena(n_bytes), 0
-        self._settled = threading.Condition()
-        self._retired: list[ArenaSlot] = []
+        self._settled, self.retired_bytes = threading.Condition(), 0
         if code := client.register_buffer(self.arena.address, self.arena.n_bytes):
             raise ConnectionError(f"the memory could not be registered (code {code})")
 
@@ -74,16 +74,18 @@ class MooncakeSession:
             if ended:
                 self.arena.give_back(slot)
             else:
-                self.arena.retire(slot)
-                self._retired.append(slot)
+                self.retired_bytes += slot.taken_bytes
             self._settled.notify_all()
+
+    @property
+    def clogged(self) -> bool:
+        """Return whether too much is retired to go on with this client."""
+        return self.retired_bytes > self.arena.n_bytes // 4
 
     def close(self) -> None:
         """Tear the client down: after that all transfers have ended, and all memory is free."""
         self.client.close()
         self.client = None
-        for slot in self._retired:
-            self.arena.revive(slot)
         self.arena.close()
 
 
@@ -263,7 +265,7 @@ class Mooncake:
         finally:
             with self._changed:
                 session.users -= 1
-                if session.arena.clogged and self._session is session:
+                if session.clogged and self._session is session:
                     self._session = None  # the next call opens another one
                 last = session is not self._session and not session.users
             if last:

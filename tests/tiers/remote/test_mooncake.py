@@ -245,9 +245,9 @@ def test_slots_of_doubtful_transfers_are_retired(
             store.get("0" * 64, 0, into, EVER_S)
         session = store._session
         if ended:
-            assert session is not None and session.arena.retired_bytes == 0
+            assert session is not None and session.retired_bytes == 0
         elif turn < 2:
-            assert session is not None and session.arena.retired_bytes == (turn + 1) * 102_400
+            assert session is not None and session.retired_bytes == (turn + 1) * 102_400
         elif turn == 2:  # a quarter is retired: this client is torn down, and another one set up
             assert session is None and clients[0].closed
             list(store.list(EVER_S))
@@ -270,7 +270,7 @@ def test_what_comes_back_late_is_retired_whatever_it_says(
     threading.Timer(0.1, client.gate.set).start()
     with pytest.raises(OSError):  # not a miss either: nobody knows what it waited for
         store.get("0" * 64, 0, memoryview(bytearray(100_000)), 0.01)
-    assert store._session is not None and store._session.arena.retired_bytes == 102_400
+    assert store._session is not None and store._session.retired_bytes == 102_400
     store.close()
 
 
