@@ -503,9 +503,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.disk.tier import DiskScheduler, Unsealed, seal_all
     from flowkv.tiers.envelope import FrameCipher, Integrity, Keyring, SealedFrame
     from flowkv.tiers.erasure_log import (
-        CELLS,
         MOST_KEYS,
-        WORD_BYTES,
         Erased,
         ErasureLog,
         ErasureLogs,

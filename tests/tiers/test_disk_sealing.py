@@ -59,7 +59,7 @@ def test_what_cannot_be_sealed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
         job = tier.submit_store(items)
         assert outcomes(answers(tier, job, 3)) == [("failed", "memory")] * 3
     assert tier.used_bytes() == used
-    assert tier._conductor._arena.free_bytes == tier._staging.arena.n_bytes
+    assert tier._conductor._arena.free_bytes == tier._conductor._arena.n_bytes
     stored(tier, range(3))
     assert hits(tier, range(3)) == 3
     tier.close()

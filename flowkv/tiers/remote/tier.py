@@ -27,7 +27,6 @@ from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.erasure_log import Erased
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import Backend, RemoteLimits
 from flowkv.tiers.remote.erasures import RemoteErasures
@@ -746,6 +745,9 @@ class RemoteTier:
         if not self._usable():
             return
         self._describe(self.limits.open_s)
+        yield from self._entries()
+
+    def _entries(self) -> Iterator[Entry]:
         for key, fact in self.known.facts():
             if fact.info is not None:
                 yield Entry(key, fact.info, fact.n_bytes)
@@ -894,22 +896,8 @@ class RemoteTier:
             self._list({})
             self._describe(self.limits.open_s)
         for erased in due:
-            self.known.condemn(self._meant(erased))
+            self.known.condemn(erased.among(self._entries()))
         self._delete_condemned()
-
-    def _meant(self, erased: Erased) -> list[bytes]:
-        """Return the known frames that an erasure covers, with their descendants."""
-        found, below = list[bytes](), dict[bytes, list[bytes]]()
-        for key, fact in self.known.facts():
-            if (info := fact.info) is None:
-                continue
-            below.setdefault(info.parent, []).append(key)
-            realm = erased.covers(info.tenant, info.namespace)
-            if realm or erased.has(key) or erased.ends(info.parent):
-                found.append(key)
-        for key in found:  # including keys added in the loop
-            found += below.pop(key, ())
-        return list(dict.fromkeys(found))
 
     def _remove(self, keys: Sequence[bytes], strange: Sequence[bytes], timeout_s: float) -> int:
         """Delete frames and verify that they are gone; return how many unknown ones were there."""
