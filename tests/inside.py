@@ -135,7 +135,7 @@ if TYPE_CHECKING:
     from flowkv.core.memory import HUGE_BYTES, address_of, own_memory, populate
     from flowkv.core.reaper import REAPER
     from flowkv.demo import findings as demo_findings
-    from flowkv.demo import process, run
+    from flowkv.demo import run
     from flowkv.demo.findings import (
         DemoCase,
         DemoPlan,

@@ -141,15 +141,23 @@ def _python() -> Iterator[Finding]:
     yield Finding("Python", "ok" if fits else "bad", text, advice, {"version": sys.version})
 
 
+def _package(
+    name: str, oldest: str, wanted: str, states: tuple[State, State], note: str = "", **data: object
+) -> Finding:
+    """Return the finding about a package; `states` are those of a missing and of an old one."""
+    version = version_of(name)
+    data["version"] = version
+    if not version:
+        return Finding(name, states[0], f"not installed{note}", f"pip install '{wanted}'", data)
+    if older(version, oldest):
+        text = f"{version} is too old, older than {oldest}{note}"
+        return Finding(name, states[1], text, f"pip install -U '{wanted}'", data)
+    return Finding(name, "ok", f"{version}{note}", data=data)
+
+
 def _core() -> Iterator[Finding]:
     for name, oldest in _CORE.items():
-        version = version_of(name)
-        if version and not older(version, oldest):
-            yield Finding(name, "ok", version, data={"version": version})
-            continue
-        text = f"{version} is too old" if version else "not installed"
-        advice = f"pip install {'-U ' * bool(version)}'{name}>={oldest}'"
-        yield Finding(name, "bad", text, advice, {"version": version} if version else {})
+        yield _package(name, oldest, f"{name}>={oldest}", ("bad", "bad"))
 
 
 def _triton() -> Iterator[Finding]:
@@ -200,22 +208,15 @@ def _compiler() -> Iterator[Finding]:
 
 def _extras() -> Iterator[Finding]:
     for extra, (name, oldest, purpose) in EXTRAS.items():
-        version = version_of(name)
-        if not version and name in _ALIKE and (other := version_of(_ALIKE[name])):
-            name, version = _ALIKE[name], other
-        advice = f"pip install 'flowkv[{extra}]'"
-        data: dict[str, object] = {"extra": extra, "version": version}
-        if not version:
-            yield Finding(name, "note", f"not installed ({purpose})", advice, data)
-        elif older(version, oldest):
-            text = f"{version} is older than {oldest} ({purpose})"
-            yield Finding(name, "warn", text, f"pip install -U 'flowkv[{extra}]'", data)
-        elif extra == "mooncake" and (lacking := errors.missing()):
-            text = f"{version} ({purpose}), without {', '.join(lacking)}"
+        if not version_of(name) and version_of(_ALIKE.get(name, "")):
+            name = _ALIKE[name]
+        wanted, note = f"flowkv[{extra}]", f" ({purpose})"
+        found = _package(name, oldest, wanted, ("note", "warn"), note, extra=extra)
+        if extra == "mooncake" and found.state == "ok" and (lacking := errors.missing()):
+            text = f"{found.value}, without {', '.join(lacking)}"
             advice = f"As root: {errors.remedy(lacking)}"
-            yield Finding(name, "warn", text, advice, data | {"missing": lacking})
-        else:
-            yield Finding(name, "ok", f"{version} ({purpose})", data=data)
+            found = Finding(name, "warn", text, advice, {**found.data, "missing": lacking})
+        yield found
 
 
 # ---- machine

@@ -587,11 +587,18 @@ replaces(
     "_between",
     lost(),
     log_overtaken,
-    log_entry_damaged,
     log_made_anew,
     said="odd_is_nothing",
 )
-replaces(erasure_log, "ALL", Erased(), log_damaged, log_replaced, said="damage_is_nothing")
+replaces(
+    erasure_log,
+    "ALL",
+    Erased(),
+    log_damaged,
+    log_entry_damaged,
+    log_replaced,
+    said="damage_is_nothing",
+)
 replaces(
     erasure_log,
     "_between",
