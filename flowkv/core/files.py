@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import stat
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +48,25 @@ def open_descriptor(
         os.close(fd)
         raise
     return fd
+
+
+def lock_byte(fd: int, at: int, how: int) -> bool:
+    """Lock or unlock a byte for a descriptor, which may be behind the file's end, without a wait.
+
+    Args:
+        fd: The descriptor; the lock ends with it, and with the process.
+        at: The byte.
+        how: `fcntl.F_RDLCK`, `F_WRLCK` or `F_UNLCK`.
+
+    Returns:
+        Whether that worked.
+    """
+    wish = struct.pack("hhqqi4x", how, os.SEEK_SET, at, 1, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wish)
+    except (OSError, ValueError):  # taken, a file system without locks, or the file was closed
+        return False
+    return True
 
 
 def sensible(shape: tuple[int, ...]) -> bool:

@@ -187,6 +187,15 @@ class SealedFrame(NamedTuple):
     n_bytes: int
     head: Header
 
+    def write(self, memory: memoryview) -> int:
+        """Copy the frame to the beginning of some memory; return its bytes."""
+        end = 0
+        for part in (self.header, *self.parts):
+            view = memoryview(part).cast("B")
+            memory[end : end + len(view)] = view
+            end += len(view)
+        return end
+
 
 class Envelope:
     """Seals the frames of one tier, and checks and opens them again. Thread-safe.

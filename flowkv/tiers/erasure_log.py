@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import struct
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ import msgspec
 import xxhash
 
 from flowkv.core.errors import StoreError
-from flowkv.core.files import MALFORMED, open_descriptor
+from flowkv.core.files import MALFORMED, lock_byte, open_descriptor
 from flowkv.tiers.base import Entry, FrameInfo, Tier
 
 FILE_BYTES, _HEAD_BYTES = 16 << 10, 16
@@ -220,12 +219,15 @@ class ErasureLog:
         if self._fd < 0 or self._erasing:
             yield not self._erasing
             return
-        free = self._may_lock(_GATE_AT) and self._lock(_STORES_AT, fcntl.F_RDLCK)
+        gate = lock_byte(self._fd, _GATE_AT, fcntl.F_RDLCK)
+        free = gate and lock_byte(self._fd, _STORES_AT, fcntl.F_RDLCK)
+        if gate:
+            lock_byte(self._fd, _GATE_AT, fcntl.F_UNLCK)
         try:
             yield free
         finally:
             if free:
-                self._lock(_STORES_AT, fcntl.F_UNLCK)
+                lock_byte(self._fd, _STORES_AT, fcntl.F_UNLCK)
 
     @contextlib.contextmanager
     def erasing(self) -> Iterator[None]:
@@ -385,7 +387,7 @@ class ErasureLog:
             StoreError: Another process holds one for too long.
         """
         for at in (_GATE_AT, _STORES_AT):
-            while not self._lock(at, fcntl.F_WRLCK):
+            while not lock_byte(self._fd, at, fcntl.F_WRLCK):
                 if time.monotonic() >= end_s:
                     self._release()
                     raise StoreError(
@@ -396,26 +398,7 @@ class ErasureLog:
 
     def _release(self) -> None:
         for at in (_STORES_AT, _GATE_AT):
-            self._lock(at, fcntl.F_UNLCK)
-
-    def _lock(self, at: int, how: int) -> bool:
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _range(at, how))
-        except (OSError, ValueError):  # or the file was closed meanwhile
-            return False
-        return True
-
-    def _may_lock(self, at: int) -> bool:
-        try:
-            found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _range(at, fcntl.F_RDLCK))
-        # a file system without locks, or the file was closed meanwhile
-        except (OSError, ValueError):
-            return False
-        return bool(struct.unpack_from("h", found)[0] == fcntl.F_UNLCK)
-
-
-def _range(at: int, how: int) -> bytes:
-    return struct.pack("hhqqi4x", how, os.SEEK_SET, at, 1, 0)
+            lock_byte(self._fd, at, fcntl.F_UNLCK)
 
 
 def _framed(entries: list[Erased]) -> bytes:

@@ -381,25 +381,14 @@ class DropReport(msgspec.Struct, kw_only=True):
     bytes: int
 
 
-class RepairReport(msgspec.Struct, kw_only=True):
-    """Result of a repair.
+class RepairReport(ScrubReport, kw_only=True):
+    """Result of a repair: frames that are there now; damaged ones were dropped, locked ones stay.
 
     Attributes:
-        frames: Frames that are there now.
-        bad: Damaged frames that were dropped.
         recovered: Frames that the journal had lost.
-        locked: Encrypted frames, which could not be checked without their secret, and stay; all of
-            them, if the secret given opens none.
-        bytes: Bytes read.
-        seconds: Time taken.
     """
 
-    frames: int
-    bad: int
     recovered: int
-    bytes: int
-    seconds: float
-    locked: int = 0
 
 
 def repair(

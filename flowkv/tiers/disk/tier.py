@@ -717,11 +717,8 @@ class DiskScheduler:
                     self.known.add(key, seq, head.digests)  # with this number only
             else:
                 sealed = self._envelope.seal(key, info, body, generation=seq, known=known)
-                head, start, n_bytes = sealed.head, len(sealed.header), 0
-                for part in (sealed.header, *sealed.parts):
-                    end = n_bytes + memoryview(part).nbytes
-                    memory.view[n_bytes:end] = part
-                    n_bytes = end
+                head, start = sealed.head, len(sealed.header)
+                n_bytes = sealed.write(memory.view)
             slot, stale = self._store.new_slot(start, n_bytes)
         except BaseException:
             self._store.unreserve(key)

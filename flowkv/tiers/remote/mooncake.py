@@ -11,7 +11,6 @@ its slot is not reused before the client is torn down (DESIGN D10).
 from __future__ import annotations
 
 import errno
-import re
 import socket
 import threading
 import time
@@ -25,7 +24,7 @@ from flowkv.core.config import parse_size, without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, MissingLibraryError
 from flowkv.tiers.base import UNBOUNDED
 from flowkv.tiers.io.engine import Arena, ArenaSlot
-from flowkv.tiers.remote.backend import Listed, RemoteLimits, RemoteOptions
+from flowkv.tiers.remote.backend import Listed, RemoteLimits, RemoteOptions, prefix_of
 from flowkv.tiers.remote.tier import RemoteTier
 
 # A client of Mooncake Store and the memory registered with it, opened and closed together.
@@ -117,7 +116,6 @@ _ENDED = {
     *(*_FULL, INVALID_PARAMS, REPLICA_IS_NOT_READY),
     *(OBJECT_NOT_FOUND, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED, RPC_FAIL, RPC_TIMEOUT),
 }
-_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _OPTIONS = {"prefix", "protocol", "device", "metadata", "local", "tenant", "buffer"}
 
 
@@ -147,11 +145,8 @@ class Mooncake:
             raise ConfigError(f"{said!r} names no master", "Write mooncake://host:50051")
         if unknown := sorted(options.keys() - _OPTIONS):
             raise ConfigError(f"option {unknown[0]!r}", f"Use {', '.join(sorted(_OPTIONS))}")
-        prefix = options.get("prefix", "flowkv")
-        if not _PREFIX.fullmatch(prefix):
-            raise ConfigError(f"prefix {prefix!r}", "Use up to 64 letters, digits, '_', '.' or '-'")
         self.name = "mooncake://{}:{}".format(*self._master)
-        self._prefix, self._options = prefix, options
+        self._prefix, self._options = prefix_of(options), options
         buffer = options.get("buffer", "")
         self._buffer_bytes = parse_size(buffer) if buffer else DEFAULT_BUFFER_BYTES
         self._changed = threading.Condition()
@@ -356,15 +351,16 @@ class MooncakeTier(RemoteTier):
         name: Shown in statistics; default the address.
         envelope: Seals and checks frames.
         clock: Source of time.
-        limits: Limits of concurrency, memory and time; default `LIMITS`.
+        limits: Limits of concurrency, memory and time; default `usual`.
 
     Raises:
         ConfigError: The URI or the capacity cannot be used.
         MissingDependencyError: The client of Mooncake is not installed.
     """
 
+    usual = LIMITS
+
     def __init__(
         self, uri: str, capacity_bytes: int = UNBOUNDED, **options: Unpack[RemoteOptions]
     ) -> None:
-        options["limits"] = options.get("limits") or LIMITS
         super().__init__(Mooncake(uri), capacity_bytes, **options)

@@ -577,7 +577,7 @@ class RemoteTier:
         name: Shown in statistics; default the backend's.
         envelope: Seals and checks frames; default xxh3 and nothing else.
         clock: Source of time.
-        limits: Limits of concurrency, memory and time.
+        limits: Limits of concurrency, memory and time; default `usual`.
 
     Attributes:
         known: Index of the frames expected there.
@@ -593,6 +593,7 @@ class RemoteTier:
     kind = "remote"
     writable = True
     shared = True
+    usual = RemoteLimits()
 
     def __init__(
         self,
@@ -607,7 +608,7 @@ class RemoteTier:
         if capacity_bytes < 1:
             raise ConfigError(f"a remote tier has {capacity_bytes} bytes", "Give it a few pages")
         self.name, self.capacity_bytes = name or backend.name, capacity_bytes
-        self.backend, self.limits = backend, limits or RemoteLimits()
+        self.backend, self.limits = backend, limits or self.usual
         self.envelope, self._clock = envelope or Envelope(), clock or compiling.SystemClock()
         self.known, self.corrupt = Known(), 0
         self.reading, self.writing = OperationRates(), OperationRates()
@@ -1119,12 +1120,7 @@ class RemoteTier:
             begin = start - len(sealed.header)
             memory[begin:start] = sealed.header
             return memory[begin:stop], sealed.head
-        at = stop
-        for part in (sealed.header, *sealed.parts):
-            view = memoryview(part).cast("B")
-            memory[at : at + len(view)] = view
-            at += len(view)
-        return memory[stop:at], sealed.head
+        return memory[stop:][: sealed.write(memory[stop:])], sealed.head
 
     def _put(self, item: Item, data: memoryview) -> None:
         def call(timeout_s: float) -> None:
