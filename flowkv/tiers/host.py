@@ -223,7 +223,7 @@ class HostTier(Immediate):
                 first, share_bytes = number, 0
         self._waiting[job] = len(shares)
         for part in shares:
-            turns, those = itertools.count(), (part.start, items[part], sizes[part])
+            turns, those = itertools.count(), (part.start, wishes[part], sizes[part])
             work = partial(self._carry_out, job, *those, times, many, turns)
             try:
                 work() if small else self._apart.submit(work)
