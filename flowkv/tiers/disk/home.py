@@ -69,7 +69,6 @@ class Superblock(msgspec.Struct, kw_only=True):
     store: str
     format: int
     store_id: str = ""
-    created_by: str = ""
     frame_version: int = VERSION
     granule_bytes: int = GRANULE_BYTES
     journal_page_bytes: int = PAGE_BYTES
@@ -312,7 +311,6 @@ class Home:
                 store="flowkv",
                 format=FORMAT,
                 store_id=(old or self._files.random(16)).hex(),
-                created_by="flowkv",
             )
             there.capacity_bytes = capacity_bytes
             write_superblock(self._files, self.path, there)

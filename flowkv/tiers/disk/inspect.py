@@ -33,15 +33,6 @@ from flowkv.tiers.io.engine import FileIO
 Progress = Callable[[int, int], None]
 
 
-class FrameShape(msgspec.Struct, kw_only=True, frozen=True, order=True):
-    """Shape of frames: the stripes of the bodies with this layout fingerprint."""
-
-    layout: str
-    kind: str
-    stripes: int
-    stripe_bytes: int
-
-
 class FrameShare(msgspec.Struct):
     """Number of frames of one kind, codec or namespace, and the bytes of their bodies."""
 
@@ -66,8 +57,6 @@ class Inspection(msgspec.Struct, kw_only=True):
         namespaces: By namespace digest, in hex.
         names: Names of models, by namespace digest in hex; frames of namespaces without a name were
             made by an earlier version, or by a program that gave none.
-        tenants: Salts of the tenants, in hex, that have frames.
-        geometries: Shapes of frames.
         encrypted: Frames that need a secret to be read.
         compressed: Frames with compressed stripes.
         bad_pages: Damaged pages of the journal.
@@ -86,8 +75,6 @@ class Inspection(msgspec.Struct, kw_only=True):
     codecs: dict[str, FrameShare] = {}
     namespaces: dict[str, FrameShare] = {}
     names: dict[str, str] = {}
-    tenants: list[str] = []
-    geometries: list[FrameShape] = []
     encrypted: int = 0
     compressed: int = 0
     bad_pages: int = 0
@@ -143,8 +130,6 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
         found.codecs = _shares(frames, lambda held: FIDELITIES[held.info.codec])
         found.namespaces = by_namespace(frames)
         found.names = names(superblock)
-        found.tenants = sorted({held.info.tenant.hex() for held in frames})
-        found.geometries = sorted(set(map(_shape, frames)))
         found.encrypted = sum(held.integrity == AES_256_GCM for held in frames)
         found.compressed = sum(held.lossless for held in frames)
         found.bad_pages = journal.bad_pages if journal else 0
@@ -343,11 +328,6 @@ def _shares(frames: list[Held], name: Callable[[Held], str]) -> dict[str, FrameS
         share.frames += 1
         share.bytes += held.body_bytes
     return dict(sorted(shares.items()))
-
-
-def _shape(held: Held) -> FrameShape:
-    layout, kind, step = held.info.layout.hex(), held.info.kind, held.info.stripe_bytes
-    return FrameShape(layout=layout, kind=kind, stripes=held.stripes, stripe_bytes=step)
 
 
 def _disk_bytes(path: Path) -> int:
