@@ -8,10 +8,14 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+_T = TypeVar("_T")
+_locking: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 
 MALFORMED = (ValueError, RecursionError, OverflowError)
 """Errors of parsers of JSON, TOML and msgpack for malformed or too deeply nested bytes."""
@@ -48,6 +52,20 @@ def open_descriptor(
         os.close(fd)
         raise
     return fd
+
+
+def drop_in_children(owner: _T, drop: Callable[[_T], object]) -> None:
+    """Call `drop(owner)` in forked children, where locks of a dead parent would live on."""
+    _locking[owner] = drop
+
+
+def _drop_all() -> None:
+    for owner, drop in list(_locking.items()):
+        with suppress(OSError):
+            drop(owner)
+
+
+os.register_at_fork(after_in_child=_drop_all)
 
 
 def lock_byte(fd: int, at: int, how: int) -> bool:

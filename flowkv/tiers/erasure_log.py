@@ -29,7 +29,7 @@ import msgspec
 import xxhash
 
 from flowkv.core.errors import StoreError
-from flowkv.core.files import MALFORMED, lock_byte, open_descriptor
+from flowkv.core.files import MALFORMED, drop_in_children, lock_byte, open_descriptor
 from flowkv.tiers.base import Entry, FrameInfo, Tier
 
 FILE_BYTES, _HEAD_BYTES = 16 << 10, 16
@@ -168,7 +168,7 @@ class ErasureLog:
         self._look_s = 0.0
         self._own: set[bytes] = set()
         self._open()
-        _logs.add(self)
+        drop_in_children(self, ErasureLog.close)
 
     # ---- readers
 
@@ -471,16 +471,3 @@ class ErasureLogs(dict[int, ErasureLog]):
         for log in self.values():
             log.close()
         self.clear()
-
-
-_logs: weakref.WeakSet[ErasureLog] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    """Close the logs in a forked child: else locks of a dead parent would live on in its copies."""
-    for log in list(_logs):
-        with contextlib.suppress(OSError):
-            log.close()
-
-
-os.register_at_fork(after_in_child=_forget)

@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from flowkv.core.errors import StoreError
-from flowkv.core.files import MALFORMED, open_descriptor
+from flowkv.core.files import MALFORMED, drop_in_children, open_descriptor
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.reaper import REAPER
 from flowkv.tiers.disk.journal import PAGE_BYTES, RECORD_BYTES, peek_store_id
@@ -169,6 +169,7 @@ class Home:
                 "Choose a directory on a local disk that this user may write to",
             ) from error
         _homes.add(self)
+        drop_in_children(self, Home.close)
 
     def holds(self) -> bool:
         """Return whether this object still owns the directory at the path, by its own lock file."""
@@ -336,16 +337,6 @@ class Home:
 
 
 _homes: weakref.WeakSet[Home] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    """Close a child's copies of locks: else a directory stays owned while the child lives."""
-    for home in list(_homes):
-        with contextlib.suppress(OSError):
-            home.close()
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 def owner_of(directory: Path) -> str:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, StoreError
-from flowkv.core.files import lock_byte
+from flowkv.core.files import drop_in_children, lock_byte
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.frame import (
@@ -175,16 +175,7 @@ class SharedFile:
                 f"shared memory {path} cannot be used ({error.strerror})",
                 "Give the tier fewer bytes, another directory, or remove that file",
             ) from error
-        alive = weakref.ref(self)
-
-        def forget() -> None:  # in a forked child: else the locks of a dead parent live on in it
-            memory = alive()
-            if memory is not None:
-                memory.fd = -1
-                with contextlib.suppress(OSError):
-                    memory._let_go()
-
-        os.register_at_fork(after_in_child=forget)
+        drop_in_children(self, SharedFile._forget)
 
     # ---- opening
 
@@ -378,6 +369,10 @@ class SharedFile:
         if not hasattr(self, "_mapping"):
             self._let_go()
         self.fd = -1
+
+    def _forget(self) -> None:
+        self.fd = -1
+        self._let_go()
 
 
 PATIENCE_S = 0.25
