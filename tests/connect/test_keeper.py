@@ -27,6 +27,7 @@ from flowkv.policy import Policy, make_policy
 from flowkv.testing import FlakyTier, check_tier
 from flowkv.tiers import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
+from tests.connect.far import FarTier
 from tests.inside import (
     HOLD_S,
     Bus,
@@ -62,12 +63,6 @@ FRAME = HostTier(1 << 20).frame_bytes(SIZE)
 
 def lru(kind: str, capacity_bytes: int) -> Policy:
     return make_policy("lru")
-
-
-class FarTier(HostTier):
-    """Memory that says it is far away."""
-
-    kind = "remote"
 
 
 def host(frames: int, name: str = "host", kind: type[HostTier] = HostTier) -> HostTier:

@@ -27,6 +27,7 @@ from flowkv.connect import Keeper
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
 from flowkv.tiers.disk import DiskTier
+from tests.connect.far import stuck_tier
 from tests.inside import (
     BasisFile,
     ConfigError,
@@ -514,20 +515,10 @@ def test_a_tier_that_fails_brings_misses_and_no_wrong_byte(
     assert 5 <= hits < 40
 
 
-class Stuck(HostTier):
-    """Answers nothing, and says that it is far away."""
-
-    kind = "remote"
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        time.sleep(1.0)
-        return [True] * len(keys)
-
-
 def test_a_place_that_hangs_costs_its_deadline(
     make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    over(monkeypatch, FlakyTier(Stuck(1 << 20), 1, Faults(latency_s=1e6)))
+    over(monkeypatch, stuck_tier())
     client = make(load_deadline_s=0.2, lookup_deadline_s=0.1)
     begun = time.monotonic()
     client.adapter.submit_lookup_and_lock_task([key_of(1)], {})  # waits for nobody

@@ -30,7 +30,7 @@ from tests.inside import (
     write_superblock,
 )
 
-from .faulty import FaultyFiles
+from .faulty import FaultyFiles, Solid
 from .files_engine import tier_over
 from .frames import answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 
@@ -147,13 +147,6 @@ def anywhere(directory: Path, name: object, size: int = 8192) -> bool:
     pieces = [body[at : at + 64] for at in range(0, size - 64, 1000)]
     data = [path.read_bytes() for path in directory.iterdir() if path.is_file()]
     return any(piece in content for content in data for piece in pieces)
-
-
-class Solid(FileIO):
-    """A file system without holes."""
-
-    def punch(self, fd: int, offset: int, size: int) -> None:
-        raise OSError(95, "Operation not supported")
 
 
 @pytest.mark.parametrize("files", [FileIO, Solid])
