@@ -35,7 +35,7 @@ from torch import nn
 
 import flowkv
 from flowkv import KV, Geometry
-from flowkv.demo.process import Slow
+from flowkv.testing import Faults, FlakyTier
 from flowkv.tiers.host import HostTier
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 64
@@ -164,7 +164,8 @@ def measure(
             for text in texts[:3]:
                 serve(kv, model, text, restores=False)
             recompute_s = (time.perf_counter() - begun) / 3
-        link = Slow(HostTier(1 << 31), page_bytes * tokens / PAGE / recompute_s)
+        rate = Faults(bytes_per_s=page_bytes * tokens / PAGE / recompute_s)
+        link = FlakyTier(HostTier(1 << 31), 0, rate)
         for name, tier in (("disk", f"disk:{folder}:2GiB"), ("even link", link)):
             with cache(layers, pool, [tier]) as kv:
                 for found in rounds(kv, model, texts, windows, seconds):

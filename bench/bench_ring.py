@@ -34,8 +34,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flowkv.tiers.io import open_engine
 from flowkv.tiers.io.engine import OPERATION, READ, WRITE, Arena, ThreadsEngine
-from flowkv.tiers.io.uring import UringEngine, open_engine
+from flowkv.tiers.io.uring import UringEngine
 
 Engine = UringEngine | ThreadsEngine
 KIB = 1 << 10

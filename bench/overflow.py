@@ -16,8 +16,6 @@ import contextlib
 import os
 import tempfile
 import time
-from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,51 +34,11 @@ from flowkv.core.geometry import LayerGroup, page_layout
 from flowkv.core.memory import own_memory
 from flowkv.report.screen import Screen
 from flowkv.sim.hardware import HARDWARE, MODELS, Hardware, Shape
-from flowkv.tiers import Load
-from flowkv.tiers.base import TierAnswer
+from flowkv.testing import Faults, FlakyTier
 from flowkv.tiers.host import HostTier
 
 WAYS = ("all on the device", "host, emulated link", "disk")
-_PIECE_BYTES, _AT_ONCE, _PAUSE_S = 1 << 20, 4, 0.0005
-
-
-class Link:
-    """A tier behind a link of some rate, on which jobs follow each other as they were asked for.
-
-    Args:
-        tier: Does the work; closed with this one.
-        bytes_per_s: Of the link that is emulated.
-    """
-
-    def __init__(self, tier: HostTier, bytes_per_s: float) -> None:
-        self._tier, self._bytes_per_s, self._free_s = tier, bytes_per_s, 0.0
-        self._due_s: dict[int, float] = {}
-        self._late: deque[TierAnswer] = deque()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "fileno":  # it would say when the fast tier is done
-            raise AttributeError(name)
-        return getattr(self._tier, name)
-
-    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Asks the tier, and says when the items will have crossed the link."""
-        job = self._tier.submit_load(items, deadline_s=deadline_s)
-        n_bytes = sum(item.target.nbytes for item in items)
-        self._free_s = max(self._free_s, time.monotonic()) + n_bytes / self._bytes_per_s
-        self._due_s[job] = self._free_s
-        return job
-
-    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Answers whose bytes have come; waits up to `timeout_s` for the first one."""
-        end_s = time.monotonic() + timeout_s
-        while True:
-            self._late.extend(self._tier.poll(0.0))
-            now_s, ready = time.monotonic(), list[TierAnswer]()
-            while self._late and self._due_s.get(self._late[0].job, 0.0) <= now_s:
-                ready.append(self._late.popleft())
-            if ready or now_s >= end_s:
-                return ready
-            time.sleep(min(_PAUSE_S, timeout_s))
+_PIECE_BYTES, _AT_ONCE = 1 << 20, 4
 
 
 class Answer:
@@ -176,7 +134,7 @@ def _overflow(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         folder = given.dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rate, common = float(parse_size(given.rate)), dict(page_size=given.page_size)
         small = common | dict(overflow=True)
-        link = Link(HostTier(8 << 30), rate)
+        link = FlakyTier(HostTier(8 << 30), 0, Faults(bytes_per_s=rate))
         ways = dict(
             zip(
                 WAYS,

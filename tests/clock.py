@@ -1,6 +1,9 @@
-"""Time that stands still until a test moves it."""
+"""Time that stands still until a test moves it, and waits for what other threads do."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
 
 
 class ManualClock:
@@ -19,3 +22,13 @@ class ManualClock:
         if step < 0:
             raise ValueError("a clock does not go backwards. Advance by a positive step.")
         self._now_ns += step
+
+
+def wait_for(
+    condition: Callable[[], object], within_s: float = 60.0, every_s: float = 0.005
+) -> None:
+    """Waits until something is true."""
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {within_s} s"
+        time.sleep(every_s)

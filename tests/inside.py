@@ -135,7 +135,7 @@ if TYPE_CHECKING:
     from flowkv.core.memory import HUGE_BYTES, address_of, own_memory, populate
     from flowkv.core.reaper import REAPER
     from flowkv.demo import findings as demo_findings
-    from flowkv.demo import process, run
+    from flowkv.demo import run
     from flowkv.demo.findings import (
         DemoCase,
         DemoPlan,
@@ -470,6 +470,7 @@ if TYPE_CHECKING:
     from flowkv.tiers import digest, envelope, erasure_log, host, slots
     from flowkv.tiers import digest as tiers_digest
     from flowkv.tiers import frame as tiers_frame
+    from flowkv.tiers import io as tiers_io
     from flowkv.tiers.base import UNBOUNDED, evictable, listed
     from flowkv.tiers.digest import CHECK, REASONS, SEAL, STREAMED_BYTES, check_frames, seal_frames
     from flowkv.tiers.disk import journal
@@ -502,9 +503,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.disk.tier import DiskScheduler, Unsealed, seal_all
     from flowkv.tiers.envelope import FrameCipher, Integrity, Keyring, SealedFrame
     from flowkv.tiers.erasure_log import (
-        CELLS,
         MOST_KEYS,
-        WORD_BYTES,
         Erased,
         ErasureLog,
         ErasureLogs,
@@ -531,8 +530,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.frame import describe as frame_describe
     from flowkv.tiers.host import HostTier
     from flowkv.tiers.io import engine as io_engine
-    from flowkv.tiers.io import engine as staging
-    from flowkv.tiers.io import uring
+    from flowkv.tiers.io import open_engine, uring
     from flowkv.tiers.io.engine import (
         COMPLETION,
         MOST_BYTES,
@@ -552,7 +550,7 @@ if TYPE_CHECKING:
     )
     from flowkv.tiers.io.engine import PAGE_BYTES as staging_PAGE_BYTES
     from flowkv.tiers.io.engine import Completions as engine_Completions
-    from flowkv.tiers.io.uring import UringEngine, open_engine
+    from flowkv.tiers.io.uring import UringEngine
     from flowkv.tiers.lossless import AGAIN, SAMPLES, Lossless, unpack_stripe
     from flowkv.tiers.remote import mooncake, objects
     from flowkv.tiers.remote.backend import Listed

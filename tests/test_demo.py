@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from flowkv import cli
-from flowkv.tiers import Completion, Outcome
 from tests.inside import (
     ConfigError,
     DemoCase,
@@ -29,7 +28,6 @@ from tests.inside import (
     run,
     summarise,
 )
-from tests.inside import process as slow
 from tests.observe.chrome import read_chrome
 
 SMALL = DemoSizes(context=384, turns=3, rows=2, answer=8)
@@ -154,41 +152,6 @@ def test_restores_say_how_they_came_about() -> None:
     sections = [demo_findings._restore(watched) for watched in again.restores]
     assert [section.source for section in sections] == ["measured", "emulated"]
     assert "20 MB/s" in sections[1].title
-
-
-class Instant:
-    """A tier that answers at once, whatever it was asked."""
-
-    def __init__(self, *answers: Completion) -> None:
-        self.answers, self.name = list(answers), "instant"
-
-    def poll(self, timeout_s: float = 0.0) -> list[Completion]:
-        ready, self.answers = self.answers, []
-        return ready
-
-    def fileno(self) -> int:
-        return 0
-
-
-def test_a_slow_disk_is_as_slow_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(slow.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(slow.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
-    hits = [Completion(1, n, b"", Outcome.HIT, n_bytes=500, seconds=0.25) for n in range(3)]
-    miss, written = Completion(2, 0, b"", Outcome.MISS), Completion(3, 0, b"", Outcome.STORED)
-    tier = slow.Slow(Instant(*hits, miss, written._replace(n_bytes=500)), 1000.0)
-    assert tier.name == "instant" and not hasattr(tier, "fileno")
-    assert {answer.job for answer in tier.poll()} == {2, 3}, "only loads are slowed down"
-    clock[0] += 0.499
-    assert tier.poll() == []
-    (first,) = tier.poll(1.0)
-    assert (first.item, first.seconds) == (0, pytest.approx(0.75))
-    assert clock[0] == pytest.approx(100.5, abs=2e-3)
-    clock[0] += 5
-    assert [answer.seconds for answer in tier.poll()] == [pytest.approx(s) for s in (1.25, 1.75)]
-    tier._tier.answers = [hits[0]]
-    assert tier.poll() == [], "an idle link saves nothing up"
-    assert tier.poll(0.1) == [] and len(tier.poll(0.5)) == 1
 
 
 def test_one_wrong_token_is_told() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import importlib.metadata
 import itertools
@@ -59,7 +58,6 @@ _ALIKE = {"mooncake-transfer-engine": "mooncake-transfer-engine-non-cuda"}
 """Distributions with the same contents under another name."""
 _SHAPES = ((8, 32, 128), (8, 64, 128), (4, 32, 128), (8, 16, 128), (8, 32, 64), (2, 14, 64))
 """Key heads, query heads and head dimension of many decoders."""
-_IO_URING_SETUP = 425  # the same number on every architecture that Linux gained since 2019
 
 
 class Finding(NamedTuple):
@@ -143,15 +141,23 @@ def _python() -> Iterator[Finding]:
     yield Finding("Python", "ok" if fits else "bad", text, advice, {"version": sys.version})
 
 
+def _package(
+    name: str, oldest: str, wanted: str, states: tuple[State, State], note: str = "", **data: object
+) -> Finding:
+    """Return the finding about a package; `states` are those of a missing and of an old one."""
+    version = version_of(name)
+    data["version"] = version
+    if not version:
+        return Finding(name, states[0], f"not installed{note}", f"pip install '{wanted}'", data)
+    if older(version, oldest):
+        text = f"{version} is too old, older than {oldest}{note}"
+        return Finding(name, states[1], text, f"pip install -U '{wanted}'", data)
+    return Finding(name, "ok", f"{version}{note}", data=data)
+
+
 def _core() -> Iterator[Finding]:
     for name, oldest in _CORE.items():
-        version = version_of(name)
-        if version and not older(version, oldest):
-            yield Finding(name, "ok", version, data={"version": version})
-            continue
-        text = f"{version} is too old" if version else "not installed"
-        advice = f"pip install {'-U ' * bool(version)}'{name}>={oldest}'"
-        yield Finding(name, "bad", text, advice, {"version": version} if version else {})
+        yield _package(name, oldest, f"{name}>={oldest}", ("bad", "bad"))
 
 
 def _triton() -> Iterator[Finding]:
@@ -202,22 +208,15 @@ def _compiler() -> Iterator[Finding]:
 
 def _extras() -> Iterator[Finding]:
     for extra, (name, oldest, purpose) in EXTRAS.items():
-        version = version_of(name)
-        if not version and name in _ALIKE and (other := version_of(_ALIKE[name])):
-            name, version = _ALIKE[name], other
-        advice = f"pip install 'flowkv[{extra}]'"
-        data: dict[str, object] = {"extra": extra, "version": version}
-        if not version:
-            yield Finding(name, "note", f"not installed ({purpose})", advice, data)
-        elif older(version, oldest):
-            text = f"{version} is older than {oldest} ({purpose})"
-            yield Finding(name, "warn", text, f"pip install -U 'flowkv[{extra}]'", data)
-        elif extra == "mooncake" and (lacking := errors.missing()):
-            text = f"{version} ({purpose}), without {', '.join(lacking)}"
+        if not version_of(name) and version_of(_ALIKE.get(name, "")):
+            name = _ALIKE[name]
+        wanted, note = f"flowkv[{extra}]", f" ({purpose})"
+        found = _package(name, oldest, wanted, ("note", "warn"), note, extra=extra)
+        if extra == "mooncake" and found.state == "ok" and (lacking := errors.missing()):
+            text = f"{found.value}, without {', '.join(lacking)}"
             advice = f"As root: {errors.remedy(lacking)}"
-            yield Finding(name, "warn", text, advice, data | {"missing": lacking})
-        else:
-            yield Finding(name, "ok", f"{version} ({purpose})", data=data)
+            found = Finding(name, "warn", text, advice, {**found.data, "missing": lacking})
+        yield found
 
 
 # ---- machine
@@ -313,7 +312,9 @@ def _file_system(place: Path) -> str:
 
 
 def _io_uring() -> Iterator[Finding]:
-    code = _probe_io_uring() if sys.platform == "linux" else errno.ENOSYS
+    from flowkv.tiers.io import probe_ring
+
+    code = probe_ring() if sys.platform == "linux" else errno.ENOSYS
     kernel = platform.release()
     data: dict[str, object] = {"available": code == 0, "errno": code, "kernel": kernel}
     why, advice = {
@@ -329,17 +330,6 @@ def _io_uring() -> Iterator[Finding]:
 
 
 _ALLOW_IO_URING = "Allow it in the container's seccomp profile and in kernel.io_uring_disabled"
-
-
-def _probe_io_uring() -> int:
-    """Create and close a ring of one entry; return 0 or the error number."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    parameters = ctypes.create_string_buffer(120)  # struct io_uring_params
-    ring = libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), ctypes.byref(parameters))
-    if ring < 0:
-        return ctypes.get_errno()
-    os.close(ring)
-    return 0
 
 
 def _read(path: str) -> str:

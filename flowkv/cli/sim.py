@@ -9,7 +9,7 @@ import platform
 import re
 import runpy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,14 +148,14 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         own = [result for result in results if result.trace == trace.name]
         title = f"{trace.name}: {len(trace):,} requests, {len(trace.blocks):,} blocks asked for,"
         title += f" {trace.unique:,} different"
-        screen.table(_COLUMNS, list(map(_replays_cells, own)), title=title)
+        _show(screen, _REPLAYS, own, title)
         if "states" in own[0].extra:
-            screen.table(_STATES, list(map(_states_cells, own)), title="States of recurrent layers")
+            _show(screen, _STATES, own, "States of recurrent layers")
         if given.admit != ["all"]:
-            screen.table(_WRITES, list(map(_writes_cells, own)), title="Writes to lasting places")
+            _show(screen, _WRITES, own, "Writes to lasting places")
         if "hardware" in own[0].extra:
             title = f"Times and prices on {own[0].extra['hardware']}, a model of both"
-            screen.table(*_priced(own), title=title)
+            _show(screen, _priced(own), own, title)
     screen.say(
         "Simulated. Closure: 0 is lru, 1 is opt. Traffic: blocks loaded again and prefetched, over"
         " those of lru. Precision: of the prefetched blocks, those that were used."
@@ -256,69 +256,62 @@ def _results(
     return results
 
 
-_COLUMNS = ["policy", "size", "blocks", "prefix hits", "closure", "traffic", "precision", "M/s"]
+_Columns = dict[str, Callable[[Any], str]]
+"""Headings of a table, and what a result shows below each."""
 
 
-def _replays_cells(result: Result) -> list[str]:
-    traffic = result.load_traffic_vs_lru
-    return [
-        result.policy,
-        f"{100 * result.size:.4g}%",
-        f"{result.pages:,}",
-        f"{100 * result.prefix_hit_ratio:.2f}%",
-        _or_dash(result.closure, ".3f"),
-        "-" if traffic is None else f"{traffic:.3f}x",
-        _or_dash(result.prefetch_precision, ".0%"),
-        f"{result.blocks_per_s / 1e6:.1f}",
-    ]
+def _extra(name: str, form: str) -> Callable[[Any], str]:
+    return lambda one: _or_dash(one.extra.get(name), form)
 
 
-_WRITES = ["policy", "size", "prefix hits", "written, of the blocks", "declined"]
+_RESULT: _Columns = {"policy": lambda one: one.policy, "size": lambda one: f"{100 * one.size:.4g}%"}
+_REPLAYS: _Columns = _RESULT | {
+    "blocks": lambda one: f"{one.pages:,}",
+    "prefix hits": lambda one: f"{one.prefix_hit_ratio:.2%}",
+    "closure": lambda one: _or_dash(one.closure, ".3f"),
+    "traffic": lambda one: _or_dash(one.load_traffic_vs_lru, ".3f", "x"),
+    "precision": lambda one: _or_dash(one.prefetch_precision, ".0%"),
+    "M/s": lambda one: f"{one.blocks_per_s / 1e6:.1f}",
+}
+_WRITES: _Columns = _RESULT | {
+    "prefix hits": lambda one: f"{one.prefix_hit_ratio:.2%}",
+    "written, of the blocks": lambda one: f"{_written(one.extra):,}",
+    "declined": lambda one: f"{one.extra.get('declined') or 0:,}",
+}
+_STATES: _Columns = _RESULT | {
+    "states": lambda one: f"{one.extra['states']}",
+    "hits of attention's": lambda one: _or_dash(_of_attention(one), ".2%"),
+    "their bytes": _extra("states_share", ".2%"),
+    "stops a request": _extra("stops_per_request", ".2f"),
+}
 
 
-def _writes_cells(result: Result) -> list[str]:
-    written = sum(int(result.extra.get(f"written_{name}") or 0) for name in ("disk", "remote"))
-    return [
-        result.policy,
-        f"{100 * result.size:.4g}%",
-        f"{result.prefix_hit_ratio:.2%}",
-        f"{written:,}",
-        f"{result.extra.get('declined') or 0:,}",
-    ]
+def _show(screen: Screen, columns: _Columns, results: Sequence[Result], title: str) -> None:
+    rows = [[cell(one) for cell in columns.values()] for one in results]
+    screen.table(list(columns), rows, title=title)
 
 
-_STATES = ["policy", "size", "states", "hits of attention's", "their bytes", "stops a request"]
+def _written(extra: Mapping[str, Any]) -> int:
+    return sum(int(extra.get(f"written_{name}") or 0) for name in ("disk", "remote"))
 
 
-def _states_cells(result: Result) -> list[str]:
-    whole, extra = float(result.extra["attention_hit_ratio"] or 0.0), result.extra
-    return [
-        result.policy,
-        f"{100 * result.size:.4g}%",
-        f"{extra['states']}",
-        _or_dash(result.prefix_hit_ratio / whole if whole else None, ".2%"),
-        f"{extra['states_share']:.2%}",
-        f"{extra['stops_per_request']:.2f}",
-    ]
+def _of_attention(one: Result) -> float | None:
+    whole = float(one.extra["attention_hit_ratio"] or 0.0)
+    return one.prefix_hit_ratio / whole if whole else None
 
 
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _or_dash(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else format(value, form) + unit
 
 
-def _priced(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows of the times and prices that a hardware model adds."""
-    places = _places(results)
-    columns = ["policy", "size", *(f"from {name[10:]}" for name in places)]
-    columns += ["TTFT ms, mean", "p99", "without", "$/Mtok"]
-    lines = []
-    for result in results:
-        extra: dict[str, Any] = result.extra
-        found = [_or_dash(extra.get(name), ".1%") for name in places]
-        times = [f"{extra[f'ttft_ms_{name}']:,.1f}" for name in ("mean", "p99", "mean_without")]
-        price = f"{extra['dollars_per_million_tokens']:.4f}"
-        lines.append([result.policy, f"{100 * result.size:.4g}%", *found, *times, price])
-    return columns, lines
+def _priced(results: Sequence[Result]) -> _Columns:
+    """Return the columns of the times and prices that a hardware model adds."""
+    columns = dict(_RESULT)
+    columns |= {f"from {name[10:]}": _extra(name, ".1%") for name in _places(results)}
+    for title, name in (("TTFT ms, mean", "mean"), ("p99", "p99"), ("without", "mean_without")):
+        columns[title] = _extra(f"ttft_ms_{name}", ",.1f")
+    columns["$/Mtok"] = _extra("dollars_per_million_tokens", ".4f")
+    return columns
 
 
 def _places(results: Sequence[Result]) -> list[str]:

@@ -83,7 +83,7 @@ def _drop(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
 
 
 def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.tiers.disk.inspect import RepairReport, ScrubReport, repair, scrub
+    from flowkv.tiers.disk.inspect import RepairReport, repair, scrub
 
     if given.drop is not None:
         return _drop(given, screen)
@@ -96,7 +96,7 @@ def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             lambda done, total: tell(done, total, f"{done:,} frames"),
             keyring=keyring,
         )
-    if isinstance(report, ScrubReport) and report.namespaces:
+    if report.namespaces:
         screen.table(["", "frames", "bytes"], _namespaces(report))
     rate = report.bytes / report.seconds if report.seconds else 0.0
     screen.say(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import struct
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+_T = TypeVar("_T")
+_locking: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 
 MALFORMED = (ValueError, RecursionError, OverflowError)
 """Errors of parsers of JSON, TOML and msgpack for malformed or too deeply nested bytes."""
@@ -46,6 +52,39 @@ def open_descriptor(
         os.close(fd)
         raise
     return fd
+
+
+def drop_in_children(owner: _T, drop: Callable[[_T], object]) -> None:
+    """Call `drop(owner)` in forked children, where locks of a dead parent would live on."""
+    _locking[owner] = drop
+
+
+def _drop_all() -> None:
+    for owner, drop in list(_locking.items()):
+        with suppress(OSError):
+            drop(owner)
+
+
+os.register_at_fork(after_in_child=_drop_all)
+
+
+def lock_byte(fd: int, at: int, how: int) -> bool:
+    """Lock or unlock a byte for a descriptor, which may be behind the file's end, without a wait.
+
+    Args:
+        fd: The descriptor; the lock ends with it, and with the process.
+        at: The byte.
+        how: `fcntl.F_RDLCK`, `F_WRLCK` or `F_UNLCK`.
+
+    Returns:
+        Whether that worked.
+    """
+    wish = struct.pack("hhqqi4x", how, os.SEEK_SET, at, 1, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wish)
+    except (OSError, ValueError):  # taken, a file system without locks, or the file was closed
+        return False
+    return True
 
 
 def sensible(shape: tuple[int, ...]) -> bool:

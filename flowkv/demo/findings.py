@@ -14,12 +14,11 @@ from typing import Any
 
 import msgspec
 
-from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError
 from flowkv.data import tiny_path
 from flowkv.observe.timeline import Timeline
 from flowkv.report.account import restore_section
-from flowkv.report.page import Bars, Figures, Section, Table, Text, write_report
+from flowkv.report.page import Bars, Figures, Section, Table, write_report
 from flowkv.report.words import seconds, times
 
 # Prompts of the demo: a conversation and a batch with a shared beginning, over real text.
@@ -314,7 +313,6 @@ class Findings(msgspec.Struct, kw_only=True):
         attach_s: Time of attaching, with the opening of the store.
         fresh: Whether the store had none of these prompts before.
         cases: The requests.
-        texts: Prompt and answer of the last turn, for display.
         talk: Questions and answers of a chat model, answered from the store.
         restores: Restores with their timelines.
     """
@@ -325,7 +323,6 @@ class Findings(msgspec.Struct, kw_only=True):
     attach_s: float = 0.0
     fresh: bool = True
     cases: list[DemoCase] = []
-    texts: list[str] = []
     talk: list[tuple[str, str]] = []
     restores: list[WatchedRestore] = []
 
@@ -546,14 +543,10 @@ def _median(values: Iterable[float]) -> float:
     return statistics.median(found) if (found := list(values)) else math.nan
 
 
-_EXCERPT = 420  # characters of the last prompt that are shown
-
-
 def write_demo_report(
     path: Path,
     plan: DemoPlan,
     summary: Summary,
-    texts: Sequence[str],
     *,
     restores: Sequence[WatchedRestore] = (),
 ) -> Path:
@@ -563,7 +556,6 @@ def write_demo_report(
         path: The HTML file.
         plan: The plan of the demo.
         summary: The summary of both processes.
-        texts: The last turn's prompt and answer.
         restores: Restores of the last turn with their timelines.
     """
     talk, batch = summary.cases[-2:]
@@ -579,16 +571,14 @@ def write_demo_report(
         *map(_restore, restores),
         _conversation(summary),
         _first_token(batch, shared, f"{batch.tokens:,} prompt tokens, {of}"),
-        _bytes(summary),
         _method(plan, summary),
-        _excerpt(texts),
     ]
     today = datetime.datetime.now().astimezone()
     machine = summary.machine
     return write_report(
         path.absolute(),
         "Prompts that outlive their process",
-        [section for section in sections if section.parts or section.text],
+        sections,
         lead="FlowKV demo: one process answered and exited, a second one answered from its store.",
         footer=f"{machine['device_name']}, {machine['threads']} threads, {machine['dtype']};"
         f" FlowKV {machine['flowkv']}, torch {machine['torch']}, Python {machine['python']};"
@@ -650,17 +640,6 @@ def _conversation(summary: Summary) -> Section:
     )
 
 
-def _bytes(summary: Summary) -> Section:
-    rows: list[list[object]] = [
-        ["device pool, first process, at its end", format_size(summary.pool_bytes)],
-        ["store on disk, at the end", format_size(summary.store_bytes)],
-    ]
-    for case in summary.cases[-2:]:
-        for kind, n_bytes in case.loaded_bytes.items():
-            rows.append([f"read from {kind} for: {case.name}", format_size(n_bytes)])
-    return Section("Bytes", parts=[Table(["where", "bytes"], rows)], source="measured")
-
-
 def _method(plan: DemoPlan, summary: Summary) -> Section:
     first, second = summary.processes
     empty = "" if summary.store_was_new else " The store had these prompts before."
@@ -680,12 +659,3 @@ def _method(plan: DemoPlan, summary: Summary) -> Section:
     if summary.machine["wait_policy"]:
         text += f" OMP_WAIT_POLICY was {summary.machine['wait_policy']} in all runs."
     return Section("How it was measured", text)
-
-
-def _excerpt(texts: Sequence[str]) -> Section:
-    if len(texts) != 2:
-        return Section("")
-    prompt, answer = texts
-    parts = [Text(f"…{prompt[-_EXCERPT:]}", mono=True), Text(answer, mono=True)]
-    note = "The end of the conversation's last prompt, and the answer without FlowKV."
-    return Section("What was asked", note, parts)

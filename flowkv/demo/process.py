@@ -7,12 +7,9 @@ prompts, interleaved with the runs it is compared to, and repeated.
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import os
 import platform
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +36,8 @@ from flowkv.hooks.huggingface.load import LoadedModel, load
 from flowkv.observe.timeline import Timelines
 from flowkv.report.screen import Tell
 from flowkv.residency.places import make_envelope
-from flowkv.tiers.base import UNBOUNDED, Outcome, Tier, TierAnswer
+from flowkv.testing import Faults, FlakyTier
+from flowkv.tiers.base import UNBOUNDED, Tier
 from flowkv.tiers.disk import DiskTier
 
 
@@ -120,15 +118,12 @@ def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
             fresh = not first[0].reused
             for sample in [] if fresh else first:  # the user's store had the opening before
                 sample.way = "known"
-    shown = cases[-2]
-    texts = [loaded.decode(shown.prompts[0]), loaded.decode(shown.answers[0])]
     return Findings(
         samples=meter.samples,
         pool_bytes=pool_bytes,
         machine=_machine(loaded.model, plan),
         fresh=fresh,
         cases=cases,
-        texts=texts,
     )
 
 
@@ -193,13 +188,13 @@ def _watch(meter: _Meter, asked: list[DemoCase]) -> list[WatchedRestore]:
     return found
 
 
-def _slow_disk(place: str, bytes_per_s: float) -> Slow:
+def _slow_disk(place: str, bytes_per_s: float) -> FlakyTier:
     """Return the store as a slow tier object, opened as the cache itself would open it."""
     config = load_config(disk=place)
     (disk,) = (one for one in config.places(on_cpu=True) if one.kind == "disk")
     most = disk.size_bytes(shutil.disk_usage(disk.path).total) or UNBOUNDED
-    envelope = make_envelope(config)
-    return Slow(DiskTier(disk.path, most, name="slow disk", envelope=envelope), bytes_per_s)
+    tier = DiskTier(disk.path, most, envelope=make_envelope(config))
+    return FlakyTier(tier, 0, Faults(bytes_per_s=bytes_per_s), name="slow disk")
 
 
 def _prepare(plan: DemoPlan, work: Path, tell: Tell, steps: int) -> tuple[_Meter, DemoWorkload]:
@@ -309,52 +304,3 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-# A tier made slower, so that loading and computing overlap visibly on a fast disk, too.
-
-_PAUSE_S = 0.001
-
-
-class Slow:
-    """Tier with loads no faster than a link of some rate.
-
-    Args:
-        tier: The tier that does the work; closed with this one.
-        bytes_per_s: Rate of the emulated link.
-    """
-
-    def __init__(self, tier: Tier, bytes_per_s: float) -> None:
-        self._tier, self._bytes_per_s = tier, bytes_per_s
-        self._lock = threading.Lock()
-        self._due: list[tuple[float, int, TierAnswer]] = []
-        self._order = itertools.count()
-        self._free_s = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "fileno":  # its descriptor would signal when the fast tier is done
-            raise AttributeError(name)
-        return getattr(self._tier, name)
-
-    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Return the answers that are due; wait up to `timeout_s` for the first one."""
-        end_s = time.monotonic() + timeout_s
-        while True:
-            with self._lock:
-                for answer in self._tier.poll(0.0):
-                    self._take(answer)
-                now_s = time.monotonic()
-                ready = []
-                while self._due and self._due[0][0] <= now_s:
-                    ready.append(heapq.heappop(self._due)[2])
-            if ready or now_s >= end_s:
-                return ready
-            time.sleep(min(_PAUSE_S, end_s - now_s))
-
-    def _take(self, answer: TierAnswer) -> None:
-        due_s = now_s = time.monotonic()
-        if answer.outcome is Outcome.HIT:
-            due_s = max(now_s, self._free_s) + answer.n_bytes / self._bytes_per_s
-            self._free_s = due_s
-            answer = answer._replace(seconds=answer.seconds + due_s - now_s)
-        heapq.heappush(self._due, (due_s, next(self._order), answer))

@@ -75,7 +75,7 @@ def run_demo(
     summary.store = str(lasting) if lasting.exists() else ""
     summary.seconds = time.monotonic() - started
     if report is not None:
-        written = write_demo_report(report, plan, summary, stored.texts, restores=restored.restores)
+        written = write_demo_report(report, plan, summary, restores=restored.restores)
         summary.report = str(written)
     _show(summary, plan, screen)
     return summary

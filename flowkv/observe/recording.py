@@ -12,7 +12,7 @@ import hashlib
 import secrets
 import struct
 from pathlib import Path
-from typing import Annotated, BinaryIO, Self
+from typing import Annotated, BinaryIO
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from flowkv.core.errors import StateError
+from flowkv.observe.events import Closing
 
 # A file is a magic line and frames. A frame is 16 bytes (u32 compressed length, u32 length, u64
 # xxh3_64 of the uncompressed bytes) and zstd-compressed msgpack. The first frame is a map that
@@ -72,7 +73,7 @@ class About(msgspec.Struct, frozen=True):
     fields: tuple[str, ...] = RecordedRequest.__struct_fields__
 
 
-class Writer:
+class Writer(Closing):
     """Writer of a recording. For one thread.
 
     Args:
@@ -169,12 +170,6 @@ class Writer:
             finally:
                 self._file.close()
                 self._file = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _hash(self, name: bytes, what: bytes) -> bytes:
         return hashlib.blake2b(name, digest_size=ID_BYTES, key=self._salt, person=what).digest()

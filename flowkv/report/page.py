@@ -110,10 +110,9 @@ class Bars:
 
 @dataclass(frozen=True)
 class Text:
-    """Paragraph, or a block of code or log output if `mono`."""
+    """Paragraph."""
 
     text: str
-    mono: bool = False
 
 
 Part = Figures | Table | Bars | Text | Chart

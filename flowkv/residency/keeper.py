@@ -35,7 +35,7 @@ from flowkv.policy.restore.costs import LoadGate, Rates
 from flowkv.policy.tenants import Tenants
 from flowkv.residency.keyed import KeyedPolicy
 from flowkv.residency.places import open_tiers, policy_of
-from flowkv.tiers import Entry, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers import Entry, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.base import UNBOUNDED, listed
 from flowkv.tiers.erasure_log import MOST_KEYS, Erased, ErasureLogs
 from flowkv.tiers.worker import Completions
@@ -340,7 +340,7 @@ class Keeper(Closing):
             self._news += 1
             for level in self._levels:
                 if level.local:
-                    self._drop(level, erased, _meant(erased, level.tier.scan()))
+                    self._drop(level, erased, erased.among(level.tier.scan()))
                 elif level.number != number or not erased.proven:
                     level.sweeps += 1
                     sweep = threading.Thread(target=self._sweep, args=(level, erased), daemon=True)
@@ -350,7 +350,7 @@ class Keeper(Closing):
         """Scan a remote tier for erased frames and drop them; runs in a thread of its own."""
         meant: Collection[bytes] | None = None
         try:
-            meant = _meant(erased, level.tier.scan())
+            meant = erased.among(level.tier.scan())
         except Exception:  # a third-party client may raise anything: all known frames go
             _log.warning("the frames of %s cannot be scanned", level.tier.name, exc_info=True)
         with self._lock:
@@ -360,7 +360,7 @@ class Keeper(Closing):
     def _drop(self, level: _Level, erased: Erased, meant: Collection[bytes]) -> None:
         """Delete the erased frames of a tier and forget their keys; `meant` are those it lists."""
         known = [key for key in level.book if key in meant or erased.everything or erased.has(key)]
-        self._withdraw(level, lambda store: _means(erased, store.key, store.info, meant))
+        self._withdraw(level, lambda store: erased.means(store.key, store.info, meant))
         if drop_copies := getattr(level.tier, "drop_copies", None):  # in memory
             drop_copies(list(meant))
         level.tier.delete(list(meant))
@@ -755,22 +755,6 @@ def _answer(whose: weakref.ref[Keeper], questions: SimpleQueue[tuple[_Hold, byte
             return
         keeper._ask([one for one in asked if one is not None])
         del keeper, asked
-
-
-def _means(erased: Erased, key: bytes, info: FrameInfo, gone: Collection[bytes]) -> bool:
-    """Return whether an erasure covers a frame; `gone` are keys of other erased frames."""
-    if key in gone or info.parent in gone or erased.has(key) or erased.ends(info.parent):
-        return True
-    return erased.covers(info.tenant, info.namespace)
-
-
-def _meant(erased: Erased, entries: Iterable[Entry]) -> set[bytes]:
-    """Return the keys of erased frames, and of all frames that continue them."""
-    listed, gone, before = list(entries), set[bytes](), -1
-    while before < len(gone):  # listed root to leaf mostly, so that once is enough
-        before = len(gone)
-        gone.update(e.key for e in listed if _means(erased, e.key, e.info, gone))
-    return gone
 
 
 class Caller:

@@ -44,7 +44,7 @@ from flowkv.policy import make_policy
 from flowkv.policy.order.compiled import NODE
 from flowkv.residency import Ledger, Meta, Place
 from flowkv.residency.blocks import BLOCK
-from flowkv.tiers.io import open_best
+from flowkv.tiers.io import open_engine
 from flowkv.tiers.io.engine import ALIGNMENT, OPERATION, READ, Arena, FileIO
 
 MAGIC = b"FKVTABLE"
@@ -255,7 +255,7 @@ class EmbeddingTable(Closing):
         try:
             if path.stat().st_size != said.blocks * said.block_bytes:
                 raise StoreError(f"{path} is not as long as its manifest says", _ANEW)
-            self._engine = open_best(self._arena, str(self._folder))
+            self._engine = open_engine(self._arena, str(self._folder))
             self._fd = self._engine.open(str(path), write=False)
         except OSError as error:
             self._arena.close()

@@ -193,12 +193,14 @@ class Faults(NamedTuple):
         flip: A bit of the loaded body is flipped: a `MISS` with reason "digest", the damaged bytes
             are in the target, and the frame is deleted.
         latency_s: Answers become visible after a uniform random time up to this.
+        bytes_per_s: Rate of a link that all loads share; 0 for one without a limit.
     """
 
     fail: float = 0.0
     lose: float = 0.0
     flip: float = 0.0
     latency_s: float = 0.0
+    bytes_per_s: float = 0.0
 
 
 SOME_FAULTS = Faults(fail=0.1, lose=0.05, flip=0.05)
@@ -215,6 +217,7 @@ class FlakyTier(OverTier):
         seed: Equal seeds and equal calls give equal faults.
         faults: Rates of faults.
         clock: Source of time, for the latency.
+        name: Name in statistics.
     """
 
     def __init__(
@@ -223,9 +226,11 @@ class FlakyTier(OverTier):
         seed: int,
         faults: Faults = SOME_FAULTS,
         clock: Clock | None = None,
+        *,
+        name: str = "",
     ) -> None:
         self.inner, self.faults = inner, faults
-        self.name, self.kind = f"flaky {inner.name}", inner.kind
+        self.name, self.kind = name or f"flaky {inner.name}", inner.kind
         self.capacity_bytes = inner.capacity_bytes
         self._random, self._clock = random.Random(seed), clock or SystemClock()
         self._lock = threading.Lock()
@@ -233,6 +238,7 @@ class FlakyTier(OverTier):
         self._wishes: dict[int, tuple[int, int, list[tuple[int, Load | Store]]]] = {}
         self._held: list[tuple[int, TierAnswer]] = []
         self._begun_ns: dict[int, int] = {}
+        self._free_ns = 0  # when the link has moved all loads so far
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
         """Start loads of which some miss or fail."""
@@ -286,13 +292,17 @@ class FlakyTier(OverTier):
     def _happens(self, probability: float) -> bool:
         return self._random.random() < probability
 
-    def _due_ns(self, deadline_ns: int) -> int:
-        late_ns = round(self._random.random() * self.faults.latency_s * 1e9)
-        return min(self._clock.now_ns() + late_ns, deadline_ns)
+    def _due_ns(self, deadline_ns: int, n_bytes: int = 0) -> int:
+        now_ns, rate = self._clock.now_ns(), self.faults.bytes_per_s
+        due_ns = now_ns + round(self._random.random() * self.faults.latency_s * 1e9)
+        if n_bytes and rate:
+            self._free_ns = max(now_ns, self._free_ns) + round(n_bytes / rate * 1e9)
+            due_ns = max(due_ns, self._free_ns)
+        return min(due_ns, deadline_ns)
 
     def _late(self, answer: TierAnswer, now_ns: int) -> TierAnswer:
         """Return a delayed answer with its true duration, of which rates are made."""
-        if not self.faults.latency_s:
+        if not (self.faults.latency_s or self.faults.bytes_per_s):
             return answer
         return answer._replace(seconds=(now_ns - self._begun_ns[answer.job]) / 1e9)
 
@@ -322,4 +332,5 @@ class FlakyTier(OverTier):
             item.target.cast("B")[bit // 8] ^= 1 << bit % 8
             self.inner.delete([answer.key])
             answer = answer._replace(outcome=Outcome.MISS, reason="digest", info=None, n_bytes=0)
-        return self._due_ns(deadline_ns), answer
+        loaded_bytes = answer.n_bytes if answer.outcome is Outcome.HIT else 0
+        return self._due_ns(deadline_ns, loaded_bytes), answer

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from importlib import import_module
+from typing import Literal
 
 from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError
@@ -39,9 +40,13 @@ __all__ = [
     "verify",
 ]
 
-REMOTE_KINDS = (
-    *("s3", "gs", "az", "redis", "rediss", "valkey", "valkeys", "unix", "mooncake", "nixl"),
-)
+_REMOTE = {
+    **dict.fromkeys(("s3", "gs", "az"), ("objects", "ObjectTier")),
+    **dict.fromkeys(("redis", "rediss", "valkey", "valkeys", "unix"), ("redis", "RedisTier")),
+    "mooncake": ("mooncake", "MooncakeTier"),
+    "nixl": ("nixl", "NixlTier"),
+}
+REMOTE_KINDS = tuple(_REMOTE)
 """Schemes of the URIs of remote tiers."""
 
 
@@ -81,8 +86,10 @@ def open_tier(
 
     compile_digest()
     if kind in REMOTE_KINDS:
-        opened = {"name": name, "envelope": envelope, "clock": clock}
-        return _open_remote(kind, path, capacity_bytes, opened)
+        module, tier = _REMOTE[kind]
+        open_remote = getattr(import_module(f"flowkv.tiers.remote.{module}"), tier)
+        remote: Tier = open_remote(path, capacity_bytes, name=name, envelope=envelope, clock=clock)
+        return remote
     if kind not in ("host", "disk"):
         known = ", ".join(REMOTE_KINDS)
         raise ConfigError(f"tier kind {kind!r} is unknown", f"Use host, disk, or one of {known}")
@@ -107,21 +114,3 @@ def open_tier(
 
     compile_frames()  # threads copy and digest in one pass
     return HostTier(capacity_bytes, name=name or "host", clock=clock)
-
-
-def _open_remote(kind: str, uri: str, capacity_bytes: int, opened: dict[str, Any]) -> Tier:
-    if kind in ("s3", "gs", "az"):
-        from flowkv.tiers.remote.objects import ObjectTier
-
-        return ObjectTier(uri, capacity_bytes, **opened)
-    if kind == "mooncake":
-        from flowkv.tiers.remote.mooncake import MooncakeTier
-
-        return MooncakeTier(uri, capacity_bytes, **opened)
-    if kind == "nixl":
-        from flowkv.tiers.remote.nixl import NixlTier
-
-        return NixlTier(uri, capacity_bytes, **opened)
-    from flowkv.tiers.remote.redis import RedisTier
-
-    return RedisTier(uri, capacity_bytes, **opened)

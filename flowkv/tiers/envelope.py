@@ -24,8 +24,8 @@ import os
 import struct
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -94,7 +94,7 @@ class Keyring:
         MissingDependencyError: `cryptography` is not installed.
     """
 
-    __slots__ = ("_count", "_hkdf", "_secret", "_sha256", "_tenants", "_where")
+    __slots__ = ("_count", "_hkdf", "_secret", "_sha256", "_tenant_key", "_where")
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < LEAST_SECRET_BYTES:
@@ -113,7 +113,7 @@ class Keyring:
         self._secret = bytes(secret)
         self._hkdf: Any = HKDF
         self._sha256: Any = SHA256
-        self._tenants: OrderedDict[bytes, bytes] = OrderedDict()
+        self._tenant_key = lru_cache(_TENANTS)(self._derive_tenant)
         self._where, self._count = _where() + os.urandom(SALT_BYTES), itertools.count()
 
     def __repr__(self) -> str:
@@ -145,14 +145,8 @@ class Keyring:
             mixed.update(part)
         return mixed.digest()
 
-    def _tenant_key(self, tenant: bytes) -> bytes:
-        found = self._tenants.get(tenant)
-        if found is None:
-            found = self._derive(self._secret, None, b"flowkv tenant" + tenant)
-            self._tenants[tenant] = found
-            if len(self._tenants) > _TENANTS:
-                self._tenants.popitem(last=False)
-        return found
+    def _derive_tenant(self, tenant: bytes) -> bytes:
+        return self._derive(self._secret, None, b"flowkv tenant" + tenant)
 
     def _derive(self, key: bytes, salt: bytes | None, info: bytes) -> bytes:
         return bytes(self._hkdf(self._sha256(), _KEY_BYTES, salt, info).derive(key))
@@ -186,6 +180,15 @@ class SealedFrame(NamedTuple):
     parts: list[Buffer]
     n_bytes: int
     head: Header
+
+    def write(self, memory: memoryview) -> int:
+        """Copy the frame to the beginning of some memory; return its bytes."""
+        end = 0
+        for part in (self.header, *self.parts):
+            view = memoryview(part).cast("B")
+            memory[end : end + len(view)] = view
+            end += len(view)
+        return end
 
 
 class Envelope:

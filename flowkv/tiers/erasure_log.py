@@ -1,13 +1,12 @@
 """Erasure log of a place that several caches share: a small file beside the frames, and its lock.
 
-    word 64 B | cell 64 B | cell | ...                       all little-endian, 16 KiB together
-    word = magic 8 | version u32 | cells u32 | incarnation 16 | erased u64 | 0 16 | check u64
-    cell = number u64 | kind u8 | count u8 | flags u16 | 0 u32 | names 40 | check u64
+    length u64 | xxh3_64 of the rest | MessagePack: version, the last entries | zeros     16 KiB
 
-A cache that erases writes its cells before the erasure completes; a cache with copies compares the
-word with its last value, and reads the cells only if it differs. The cells are a ring: a reader
-that has fallen behind its end, or finds a cell damaged, treats everything as erased, which costs
-hits and never an answer.
+An entry has a random lot number, and the names of erased frames. A cache that erases adds its entry
+before the erasure completes; a cache with copies compares the first 16 bytes with their last value,
+and reads the entries only if they differ. Entries go in the order in which they came: a reader that
+knows none of them has fallen behind, and treats everything as erased, as it does if the file is
+damaged, which costs hits and never an answer. A new log has one entry that names nothing.
 
 The file is read with `pread`: a truncated file ends early, where a mapping would kill the process.
 A store begins under a shared lock, and an erasure runs under an exclusive one, which the kernel
@@ -21,30 +20,23 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
 import xxhash
 
 from flowkv.core.errors import StoreError
-from flowkv.core.files import open_descriptor
-from flowkv.tiers.base import Tier
+from flowkv.core.files import MALFORMED, drop_in_children, lock_byte, open_descriptor
+from flowkv.tiers.base import Entry, FrameInfo, Tier
 
-FILE_BYTES, WORD_BYTES = 16 << 10, 64
-CELLS = FILE_BYTES // WORD_BYTES - 1
-MAGIC, VERSION = b"FKVERASE", 1
+FILE_BYTES, _HEAD_BYTES = 16 << 10, 16
 KEY_NAME_BYTES, REALM_NAME_BYTES = 8, 16
-_KEYS, _BELOW, _REALMS = 1, 2, 3
-_WIDTH = {_KEYS: KEY_NAME_BYTES, _BELOW: KEY_NAME_BYTES, _REALMS: REALM_NAME_BYTES}
-_PROVEN = 1  # flag: the place itself holds none of the frames any more
-_NAMES_BYTES = 40
-_WORD, _CELL = struct.Struct("<8sII16sQ16xQ"), struct.Struct("<QBBH4x40sQ")
-MOST_KEYS = CELLS // 2 * (_NAMES_BYTES // KEY_NAME_BYTES)
-"""Most names in half of the ring; to erase more, publish the realm."""
+MOST_KEYS = 640
+"""Most names in half of the file; to erase more, publish the realm."""
+_VERSION = 1
 _GATE_AT, _STORES_AT = 1 << 60, (1 << 60) + 1
 _PAUSE_S, _TRIES = 0.0005, 4
 _LOOK_S = 0.1
@@ -53,22 +45,26 @@ PATIENCE_S = 5.0
 """Longest wait for stores in progress elsewhere, which take milliseconds."""
 
 
-class Erased(NamedTuple):
-    """Set of erased frames, by name.
+class Erased(
+    msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Set of erased frames, by name: an entry of a log, or several together.
 
     Attributes:
+        lot: 16 random bytes that name an entry.
         keys: First bytes of keys: the pages erased with all their descendants.
         below: First bytes of keys: only the descendants of these pages are erased.
         realms: Names of tenants and models, see `realm_name`.
-        everything: Whether all frames must be taken as erased.
         proven: Whether the place of the log holds none of the erased frames any more.
+        everything: Whether all frames must be taken as erased.
     """
 
+    lot: bytes = b""
     keys: frozenset[bytes] = frozenset()
     below: frozenset[bytes] = frozenset()
     realms: frozenset[bytes] = frozenset()
-    everything: bool = False
     proven: bool = True
+    everything: bool = False
 
     def __bool__(self) -> bool:
         return self.everything or bool(self.keys or self.below or self.realms)
@@ -86,6 +82,20 @@ class Erased(NamedTuple):
         """Return whether the descendants of a key are erased."""
         return key[:KEY_NAME_BYTES] in self.below or self.has(key)
 
+    def means(self, key: bytes, info: FrameInfo, gone: Collection[bytes] = ()) -> bool:
+        """Return whether a frame is erased; `gone` are keys of other erased frames."""
+        if key in gone or info.parent in gone or self.has(key) or self.ends(info.parent):
+            return True
+        return self.covers(info.tenant, info.namespace)
+
+    def among(self, entries: Iterable[Entry]) -> set[bytes]:
+        """Return the keys of erased frames, and of all frames that continue them."""
+        listed, gone, before = list(entries), set[bytes](), -1
+        while before < len(gone):  # listed root to leaf mostly, so that once is enough
+            before = len(gone)
+            gone.update(e.key for e in listed if self.means(e.key, e.info, gone))
+        return gone
+
 
 ALL = Erased(everything=True)
 
@@ -96,28 +106,48 @@ def realm_name(tenant: bytes | None, namespace: bytes | None) -> bytes:
     return hashlib.sha256(b"flowkv.realm/1" + b"".join(said)).digest()[:REALM_NAME_BYTES]
 
 
-class _Word(NamedTuple):
-    incarnation: bytes
-    erased: int
+class _Entries(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    version: int
+    entries: tuple[Erased, ...]
 
 
-def _read_word(raw: bytes) -> _Word | None:
-    """Parse a word; None if it is invalid."""
-    if len(raw) != WORD_BYTES:
+def new_entry(
+    keys: Iterable[bytes] = (),
+    below: Iterable[bytes] = (),
+    realms: Iterable[bytes] = (),
+    proven: bool = True,
+) -> Erased:
+    """Return a new entry of a log with the names of these frames."""
+    own, ends = (frozenset(key[:KEY_NAME_BYTES] for key in some) for some in (keys, below))
+    return Erased(os.urandom(16), own, ends, frozenset(realms), proven)
+
+
+def pack_entries(entries: Iterable[Erased]) -> bytes:
+    """Return the bytes of entries, with a digest."""
+    body = msgspec.msgpack.encode(_Entries(_VERSION, tuple(entries)))
+    return xxhash.xxh3_64_digest(body) + body
+
+
+def unpack_entries(data: bytes) -> dict[bytes, Erased] | None:
+    """Return entries by their lots, oldest first; None if the bytes are damaged."""
+    try:
+        if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
+            return None
+        found = msgspec.msgpack.decode(data[8:], type=_Entries)
+    except MALFORMED:
         return None
-    magic, version, cells, incarnation, erased, check = _WORD.unpack(raw)
-    sound = xxhash.xxh3_64_intdigest(raw[:-8]) == check
-    ours = sound and (magic, version, cells) == (MAGIC, VERSION, CELLS)
-    return _Word(incarnation, erased) if ours else None
+    return {entry.lot: entry for entry in found.entries} if found.version == _VERSION else None
 
 
-def _pack_word(word: _Word) -> bytes:
-    raw = _WORD.pack(MAGIC, VERSION, CELLS, *word, 0)[:-8]
-    return raw + xxhash.xxh3_64_intdigest(raw).to_bytes(8, "little")
-
-
-def _check(cell: bytes, incarnation: bytes) -> bytes:
-    return xxhash.xxh3_64_intdigest(cell[:-8] + incarnation).to_bytes(8, "little")
+def joined(parts: Sequence[Erased]) -> Erased:
+    """Return the union of erasures."""
+    return Erased(
+        keys=frozenset[bytes]().union(*(one.keys for one in parts)),
+        below=frozenset[bytes]().union(*(one.below for one in parts)),
+        realms=frozenset[bytes]().union(*(one.realms for one in parts)),
+        proven=all(one.proven for one in parts),
+        everything=any(one.everything for one in parts),
+    )
 
 
 class ErasureLog:
@@ -131,14 +161,14 @@ class ErasureLog:
     def __init__(self, path: str | os.PathLike[str], *, patience_s: float = PATIENCE_S) -> None:
         self.path, self._patience_s = Path(path), patience_s
         self._fd, self._writable, self._file = -1, False, (0, 0)
-        self._seen = b""
-        self._word: _Word | None = None
+        self._head = b""
+        self._seen: set[bytes] | None = None  # lots; None while they are unknown
         self._let_go: Callable[[], object] = int  # nothing to release yet
         self._erasing = False
         self._look_s = 0.0
-        self._own: set[tuple[bytes, int]] = set()
+        self._own: set[bytes] = set()
         self._open()
-        _logs.add(self)
+        drop_in_children(self, ErasureLog.close)
 
     # ---- readers
 
@@ -152,7 +182,7 @@ class ErasureLog:
         try:
             if self._fd < 0:
                 return self._lies() != self._file
-            if os.pread(self._fd, WORD_BYTES, 0) != self._seen:
+            if os.pread(self._fd, _HEAD_BYTES, 0) != self._head:
                 return True
             now_s = time.monotonic()
             if now_s < self._look_s:
@@ -168,15 +198,12 @@ class ErasureLog:
             self.close()
             self._open()
             return ALL
-        before = self._word
+        before = self._seen
         for _ in range(_TRIES):
-            raw = self._pread(FILE_BYTES)
-            word = _read_word(raw[:WORD_BYTES])
-            if word is not None:
-                self._seen, self._word = raw[:WORD_BYTES], word
+            if (there := self._look()) is not None:
                 own, self._own = self._own, set()
-                return _between(before, word, raw, own)
-            time.sleep(_PAUSE_S)  # the word may be half written
+                return _between(before, there, own)
+            time.sleep(_PAUSE_S)  # it may be half written
         self._mend()
         return ALL
 
@@ -192,12 +219,15 @@ class ErasureLog:
         if self._fd < 0 or self._erasing:
             yield not self._erasing
             return
-        free = self._may_lock(_GATE_AT) and self._lock(_STORES_AT, fcntl.F_RDLCK)
+        gate = lock_byte(self._fd, _GATE_AT, fcntl.F_RDLCK)
+        free = gate and lock_byte(self._fd, _STORES_AT, fcntl.F_RDLCK)
+        if gate:
+            lock_byte(self._fd, _GATE_AT, fcntl.F_UNLCK)
         try:
             yield free
         finally:
             if free:
-                self._lock(_STORES_AT, fcntl.F_UNLCK)
+                lock_byte(self._fd, _STORES_AT, fcntl.F_UNLCK)
 
     @contextlib.contextmanager
     def erasing(self) -> Iterator[None]:
@@ -210,7 +240,7 @@ class ErasureLog:
             self.close()
             self._open(anew=True)
             # erasures by others meanwhile are still read as news
-            self._seen, self._word = b"", None
+            self._head, self._seen = b"", None
         if self._fd < 0 or not self._writable:
             raise StoreError(
                 f"{self.path} cannot be written, so other caches would not learn of the erasure",
@@ -243,24 +273,15 @@ class ErasureLog:
         Raises:
             StoreError: The log cannot be written.
         """
-        word = _read_word(self._pread(WORD_BYTES)) or _Word(os.urandom(16), 0)
-        cells = []
-        for kind, names in ((_KEYS, keys), (_BELOW, below), (_REALMS, realms)):
-            width, held = _WIDTH[kind], _NAMES_BYTES // _WIDTH[kind]
-            some = sorted({name[:width] for name in names})
-            for part in (some[at : at + held] for at in range(0, len(some), held)):
-                cells.append((kind, len(part), _PROVEN * proven, b"".join(part)))
-        if len(cells) > CELLS:
-            raise StoreError(f"{len(cells)} cells of names", "Erase whole realms instead")
+        entry = new_entry(keys, below, realms, proven)
+        entries = [*(self._entries() or {}).values(), entry]
+        while len(data := _framed(entries)) > FILE_BYTES:
+            if len(entries) == 1:
+                raise StoreError(f"{len(data)} bytes of names", "Erase whole realms instead")
+            del entries[0]
         try:
-            for number, cell in enumerate(cells, word.erased + 1):
-                raw = _CELL.pack(number, *cell, 0)
-                os.pwrite(self._fd, raw[:-8] + _check(raw, word.incarnation), _cell_at(number))
-            first, word = word.erased + 1, word._replace(erased=word.erased + len(cells))
-            # The word comes last: until it is there, the cells are not read. The news still has
-            # those of others.
-            os.pwrite(self._fd, _pack_word(word), 0)
-            self._own |= {(word.incarnation, one) for one in range(first, word.erased + 1)}
+            os.pwrite(self._fd, data, 0)
+            self._own.add(entry.lot)  # the news still has those of others
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be written ({error.strerror})", "Mend that file system"
@@ -275,7 +296,7 @@ class ErasureLog:
 
     def _open(self, *, anew: bool = False) -> None:
         """Open or make the file; an unusable one is left alone, or replaced if `anew`."""
-        self._seen, self._word, self._file = b"", None, self._lies()
+        self._head, self._seen, self._file = b"", None, self._lies()
         try:
             fd, self._writable = self._descriptor()
         except OSError:
@@ -290,9 +311,7 @@ class ErasureLog:
             if anew:
                 self._replace()
             return
-        self._seen = self._pread(WORD_BYTES)
-        self._word = _read_word(self._seen)
-        if self._word is None or status.st_size != FILE_BYTES:
+        if self._look() is None or status.st_size != FILE_BYTES:
             self._mend()
 
     def _descriptor(self) -> tuple[int, bool]:
@@ -325,8 +344,8 @@ class ErasureLog:
         return self._lies() not in (self._file, (0, 0))
 
     def _mend(self) -> None:
-        """Initialize a damaged file, if the locks are free, under a new incarnation."""
-        self._seen, self._word = self._pread(WORD_BYTES), None
+        """Initialize a damaged file, if the locks are free."""
+        self._look()
         if not self._writable or self._erasing:
             return
         try:
@@ -334,19 +353,24 @@ class ErasureLog:
         except StoreError:
             return
         with contextlib.suppress(OSError):
-            self._seen = self._pread(WORD_BYTES)
-            self._word = _read_word(self._seen)
-            if self._word is None or os.fstat(self._fd).st_size != FILE_BYTES:
+            if self._look() is None or os.fstat(self._fd).st_size != FILE_BYTES:
                 os.ftruncate(self._fd, FILE_BYTES)
                 # so that a full disk blocks no later write
                 os.posix_fallocate(self._fd, 0, FILE_BYTES)
-                self._write(_Word(os.urandom(16), 0))
+                os.pwrite(self._fd, _framed([new_entry()]), 0)
+                self._look()
         self._release()
 
-    def _write(self, word: _Word) -> None:
-        raw = _pack_word(word)
-        os.pwrite(self._fd, raw, 0)
-        self._seen, self._word = raw, word
+    def _look(self) -> dict[bytes, Erased] | None:
+        """Read the entries, and take them as seen; None if they are damaged."""
+        self._head, there = self._pread(_HEAD_BYTES), self._entries()
+        self._seen = None if there is None else set(there)
+        return there
+
+    def _entries(self) -> dict[bytes, Erased] | None:
+        """Return the entries by their lots, oldest first; None if they are damaged."""
+        data = self._pread(FILE_BYTES)
+        return unpack_entries(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
     def _pread(self, n_bytes: int) -> bytes:
         try:
@@ -363,7 +387,7 @@ class ErasureLog:
             StoreError: Another process holds one for too long.
         """
         for at in (_GATE_AT, _STORES_AT):
-            while not self._lock(at, fcntl.F_WRLCK):
+            while not lock_byte(self._fd, at, fcntl.F_WRLCK):
                 if time.monotonic() >= end_s:
                     self._release()
                     raise StoreError(
@@ -374,55 +398,19 @@ class ErasureLog:
 
     def _release(self) -> None:
         for at in (_STORES_AT, _GATE_AT):
-            self._lock(at, fcntl.F_UNLCK)
-
-    def _lock(self, at: int, how: int) -> bool:
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _range(at, how))
-        except (OSError, ValueError):  # or the file was closed meanwhile
-            return False
-        return True
-
-    def _may_lock(self, at: int) -> bool:
-        try:
-            found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _range(at, fcntl.F_RDLCK))
-        # a file system without locks, or the file was closed meanwhile
-        except (OSError, ValueError):
-            return False
-        return bool(struct.unpack_from("h", found)[0] == fcntl.F_UNLCK)
+            lock_byte(self._fd, at, fcntl.F_UNLCK)
 
 
-def _range(at: int, how: int) -> bytes:
-    return struct.pack("hhqqi4x", how, os.SEEK_SET, at, 1, 0)
+def _framed(entries: list[Erased]) -> bytes:
+    data = pack_entries(entries)
+    return len(data).to_bytes(8, "little") + data
 
 
-def _cell_at(number: int) -> int:
-    return WORD_BYTES * (1 + (number - 1) % CELLS)
-
-
-def _between(before: _Word | None, word: _Word, raw: bytes, own: set[tuple[bytes, int]]) -> Erased:
-    """Return the erasures by others in the cells written after a word."""
-    if before is None or before.incarnation != word.incarnation:
+def _between(before: set[bytes] | None, there: dict[bytes, Erased], own: set[bytes]) -> Erased:
+    """Return the erasures by others in the entries that came after those seen before."""
+    if before is None or before.isdisjoint(there):
         return ALL
-    if not 0 <= word.erased - before.erased <= CELLS:
-        return ALL
-    names: dict[int, set[bytes]] = {kind: set() for kind in _WIDTH}
-    proven = True
-    for number in range(before.erased + 1, word.erased + 1):
-        if (word.incarnation, number) in own:
-            continue
-        at = _cell_at(number)
-        cell = raw[at : at + WORD_BYTES]
-        if len(cell) != WORD_BYTES or cell[-8:] != _check(cell, word.incarnation):
-            return ALL
-        found, kind, count, flags, held, _ = _CELL.unpack(cell)
-        width = _WIDTH.get(kind, 0)
-        if found != number or not width or count * width > _NAMES_BYTES:
-            return ALL
-        proven &= bool(flags & _PROVEN)
-        names[kind].update(held[at : at + width] for at in range(0, count * width, width))
-    keys, below, realms = (frozenset(names[kind]) for kind in _WIDTH)
-    return Erased(keys, below, realms, proven=proven)
+    return joined([one for lot, one in there.items() if lot not in before | own])
 
 
 class ErasureLogs(dict[int, ErasureLog]):
@@ -483,16 +471,3 @@ class ErasureLogs(dict[int, ErasureLog]):
         for log in self.values():
             log.close()
         self.clear()
-
-
-_logs: weakref.WeakSet[ErasureLog] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    """Close the logs in a forked child: else locks of a dead parent would live on in its copies."""
-    for log in list(_logs):
-        with contextlib.suppress(OSError):
-            log.close()
-
-
-os.register_at_fork(after_in_child=_forget)

@@ -60,7 +60,7 @@ class Immediate:
         Raises:
             StateError: The tier is closed, or was opened before a fork.
         """
-        return self._run(items, deadline_s, self._load)
+        return self._run(items, deadline_s)
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
         """Copy bodies into the tier.
@@ -68,7 +68,7 @@ class Immediate:
         Raises:
             StateError: The tier is closed, or was opened before a fork.
         """
-        return self._run(items, deadline_s, self._store)
+        return self._run(items, deadline_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Return the answers that were not polled yet."""
@@ -84,25 +84,8 @@ class Immediate:
     def _usable(self) -> bool:
         return not self._closed and self._pid == os.getpid()
 
-    def _load(self, item: Load, end_ns: int) -> TierAnswer:
+    def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         raise NotImplementedError
-
-    def _store(self, item: Store, end_ns: int) -> TierAnswer:
-        raise NotImplementedError
-
-    def _run(
-        self, items: Sequence[Wish], deadline_s: float, answer: Callable[[Wish, int], TierAnswer]
-    ) -> int:
-        require_open(self.name, self._pid, not self._closed)
-        job, start_ns = self._answers.new_job(), self._clock.now_ns()
-        end_ns, answers = start_ns + round(min(deadline_s, 1e9) * 1e9), []
-        for index, item in enumerate(items):
-            late = self._clock.now_ns() >= end_ns
-            reply = failed(item.key, "deadline") if late else answer(item, end_ns)
-            seconds = (self._clock.now_ns() - start_ns) / 1e9
-            answers.append(reply._replace(job=job, item=index, seconds=seconds))
-        self._answers.post(answers)
-        return job
 
 
 def failed(key: bytes, reason: str) -> TierAnswer:
@@ -211,15 +194,14 @@ class HostTier(Immediate):
         self._frames: dict[bytes, KeptFrame] = {}
         self._used_bytes = self._claimed_bytes = 0  # both include stores under way
 
-    def _run(
-        self, items: Sequence[Wish], deadline_s: float, answer: Callable[[Wish, int], TierAnswer]
-    ) -> int:
+    def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Run small jobs at once, and share large ones among threads; unread bytes do not count.
 
         A body that is a slot stays there, and known digests are not made.
         """
-        if not items or not self._usable():
-            return super()._run(items, deadline_s, answer)
+        require_open(self.name, self._pid, not self._closed)
+        if not items:
+            return self._answers.new_job()
         stores, wishes = isinstance(items[0], Store), cast(Sequence[Any], items)
         if stores:
             sizes = [wish.body.nbytes for wish in wishes]
@@ -241,7 +223,7 @@ class HostTier(Immediate):
                 first, share_bytes = number, 0
         self._waiting[job] = len(shares)
         for part in shares:
-            turns, those = itertools.count(), (part.start, items[part], sizes[part])
+            turns, those = itertools.count(), (part.start, wishes[part], sizes[part])
             work = partial(self._carry_out, job, *those, times, many, turns)
             try:
                 work() if small else self._apart.submit(work)

@@ -27,6 +27,8 @@ from flowkv.connect import Keeper
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
 from flowkv.tiers.disk import DiskTier
+from tests.clock import wait_for
+from tests.connect.far import stuck_tier
 from tests.inside import (
     BasisFile,
     ConfigError,
@@ -109,10 +111,7 @@ def write(
         each.tensor.copy_(values(n))
     one.finish_write(keys)
     (adapter,) = (adapter for _, adapter in one.l2_adapters())
-    end = time.monotonic() + 60.0
-    while adapter.report_status()["answers"].get("stored", 0) < CHUNKS:
-        assert time.monotonic() < end, adapter.report_status()
-        time.sleep(0.01)
+    wait_for(lambda: adapter.report_status()["answers"].get("stored", 0) >= CHUNKS)
     one.close()
 
 
@@ -319,13 +318,6 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Client]]:
         one.close()  # safe again
 
 
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def over(monkeypatch: pytest.MonkeyPatch, *tiers: Any) -> None:
     keeper = Keeper(tiers, lambda kind, capacity_bytes: make_policy("lru"))
     monkeypatch.setattr(door, "open_keeper", lambda *places, **options: keeper)
@@ -430,7 +422,7 @@ def test_lmcache_hears_of_what_comes_and_goes(
     )
     client.adapter.delete([last])
     assert client.lookup([last]) == [False]
-    until(lambda: len(listener.there) == 3)
+    wait_for(lambda: len(listener.there) == 3)
     client.adapter._evicted([client.adapter._name(key) for key in listener.there])  # late news
     assert client.store([last], [object_of(values_of(9))]).is_successful()
     assert len(listener.there) == 4
@@ -465,7 +457,7 @@ def test_stores_and_deletes_at_once(make: Callable[..., Client]) -> None:
     stop.set()
     thread.join()
     client.adapter.delete([key])
-    until(lambda: not listener.there)
+    wait_for(lambda: not listener.there)
     assert client.adapter.get_usage().bytes_by_cache_salt == {}
     assert client.adapter.report_status()["is_healthy"]
 
@@ -514,20 +506,10 @@ def test_a_tier_that_fails_brings_misses_and_no_wrong_byte(
     assert 5 <= hits < 40
 
 
-class Stuck(HostTier):
-    """Answers nothing, and says that it is far away."""
-
-    kind = "remote"
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        time.sleep(1.0)
-        return [True] * len(keys)
-
-
 def test_a_place_that_hangs_costs_its_deadline(
     make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    over(monkeypatch, FlakyTier(Stuck(1 << 20), 1, Faults(latency_s=1e6)))
+    over(monkeypatch, stuck_tier())
     client = make(load_deadline_s=0.2, lookup_deadline_s=0.1)
     begun = time.monotonic()
     client.adapter.submit_lookup_and_lock_task([key_of(1)], {})  # waits for nobody
@@ -546,8 +528,8 @@ def test_a_model_that_cannot_be_found_is_not_kept(
         assert not client.store([other], [object_of(values_of(1))]).is_successful()
         assert client.lookup([other]) == [False]
     # A model is identified in the background: its first objects may not be stored.
-    until(lambda: client.store([key_of(1)], [object_of(values_of(1))]).is_successful())
-    until(lambda: bool(caplog.records))
+    wait_for(lambda: client.store([key_of(1)], [object_of(values_of(1))]).is_successful())
+    wait_for(lambda: bool(caplog.records))
     assert len([one for one in caplog.records if "nowhere" in one.getMessage()]) == 1
 
 

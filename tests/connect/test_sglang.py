@@ -19,6 +19,7 @@ import torch
 from flowkv.connect import Keeper
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
+from tests.connect.far import stuck_tier
 from tests.inside import ConfigError, Faults, HostTier
 
 if importlib.util.find_spec("sglang") is None:
@@ -374,20 +375,10 @@ def test_a_tier_that_fails_brings_misses_and_no_wrong_byte(
         assert 5 <= hits < 36
 
 
-class Stuck(HostTier):
-    """Answers nothing, and says that it is far away."""
-
-    kind = "remote"
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        time.sleep(1.0)
-        return [True] * len(keys)
-
-
 def test_a_place_that_hangs_costs_its_deadline(
     make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    over(monkeypatch, FlakyTier(Stuck(1 << 20), 1, Faults(latency_s=1e6)))
+    over(monkeypatch, stuck_tier())
     one = make(load_deadline_s=0.2, lookup_deadline_s=0.1)
     begun = time.monotonic()
     assert one.storage.batch_exists(keys_of([1, 2])) == 0

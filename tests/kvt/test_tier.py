@@ -25,6 +25,7 @@ from flowkv.testing import FlakyTier, check_tier
 from flowkv.tiers import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.remote.tier import RemoteTier
+from tests.clock import wait_for
 from tests.conftest import examples
 from tests.inside import (
     CodecTier,
@@ -565,10 +566,8 @@ def test_nothing_is_left_of_a_basis_that_came_too_late(
     assert not again.bases.current and load(again, 2)[0].outcome is Outcome.MISS
     monkeypatch.undo()
     assert load(again, 2)[0].outcome is Outcome.HIT
-    end_s = time.monotonic() + 10
-    while again._sent and time.monotonic() < end_s:
-        time.sleep(0.01)
-    assert not again._sent and not again._left
+    wait_for(lambda: not again._sent)
+    assert not again._left
     again.close()
 
 

@@ -78,7 +78,6 @@ def sample(word: str = "disk") -> list[Section]:
                 Bars(word, [word, "b"], {word: [1.0, 0.5], "x": [math.nan, 0]}, unit=word),
                 Table([word, "n"], [[word, 1234567], [word, None]], caption=word),
                 Text(word),
-                Text(word, mono=True),
             ],
         )
     ]
@@ -102,7 +101,6 @@ def test_everything_is_escaped(word: str) -> None:
     assert word not in page.replace("<style>", "").replace("</style>", "", 1) or word == "a & b"
     assert {tag for tag, _ in reader.texts}.isdisjoint({"script"})
     assert reader.of("h1") == reader.of("h2") == [word]
-    assert reader.of("pre") == [word]
 
 
 @given(st.text(max_size=30))

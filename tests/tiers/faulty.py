@@ -68,6 +68,13 @@ class FaultyFiles(FileIO):
         super().replace(source, target, durable=durable)
 
 
+class Solid(FileIO):
+    """A file system without holes."""
+
+    def punch(self, fd: int, offset: int, size: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+
 class FastFiles(FileIO):
     """Skips what only a device can confirm."""
 

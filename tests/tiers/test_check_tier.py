@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, Phase, settings
 
 from flowkv import Tier
 from flowkv.testing import FlakyTier, MemoryTier, check_tier
-from flowkv.tiers import Completion, Outcome, Store
-from tests.inside import tier_machine
+from flowkv.tiers import Completion, Load, Outcome, Store
+from tests.inside import Faults, ManualClock, tier_machine
 
 from . import mutants
+from .frames import LAYOUT, key_of, outcomes, stored
 
 SMALL, TIGHT = 1 << 18, 1 << 15
 
@@ -191,3 +192,21 @@ def lying(capacity_bytes: int) -> Tier:
 def test_a_lossy_tier_must_not_lie_either(quick: None) -> None:
     with pytest.raises(AssertionError, match="WRONG BYTES"):
         check_tier(lying, lossy=True, capacity_bytes=SMALL)
+
+
+def test_a_link_is_as_slow_as_it_says() -> None:
+    clock = ManualClock()
+    tier = FlakyTier(MemoryTier(), 3, Faults(bytes_per_s=8192.0), clock)
+    stored(tier, range(3))
+    loads = [Load(key_of(n), memoryview(bytearray(8192)), LAYOUT) for n in (0, 1, 9, 2)]
+    tier.submit_load(loads)
+    assert outcomes(tier.poll()) == [("miss", "")], "only loads that hit are slowed down"
+    clock.advance(s=0.999)
+    assert tier.poll() == []
+    clock.advance(s=0.002)
+    (first,) = tier.poll()
+    assert (first.item, first.seconds) == (0, pytest.approx(1.0, abs=0.01))
+    clock.advance(s=5)
+    assert [answer.item for answer in tier.poll()] == [1, 3]
+    tier.submit_load(loads[:1])
+    assert tier.poll() == [], "an idle link saves nothing up"

@@ -25,7 +25,7 @@ from tests.inside import (
     write_superblock,
 )
 
-from .faulty import FaultyFiles
+from .faulty import FaultyFiles, Solid
 from .files_engine import tier_over
 from .frames import (
     LAYOUT,
@@ -207,10 +207,6 @@ def test_F10_a_smaller_capacity_drops_the_oldest(tmp_path: Path) -> None:
 
 
 def test_without_holes_in_files_space_stays_with_its_size(tmp_path: Path) -> None:
-    class Solid(FileIO):
-        def punch(self, fd: int, offset: int, size: int) -> None:
-            raise OSError(95, "Operation not supported")
-
     tier = tier_over(Solid(), tmp_path, MIB)
     done = put(tier, range(100), 16384)
     kept = [n for n, answer in enumerate(done) if answer.outcome is Outcome.STORED]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowkv.tiers.disk import DiskTier
-from tests.inside import StoreError, uring
+from tests.inside import StoreError, open_engine, tiers_io
 
 from .frames import hits, stored
 
@@ -75,11 +75,11 @@ def test_where_few_files_may_be_opened_threads_do_the_work(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("spare")
 def test_the_ladder_says_why_it_takes_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uring, "SPARE", 1 << 62)
+    monkeypatch.setattr(tiers_io, "SPARE", 1 << 62)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
-    engine = uring.open_engine()
+    engine = open_engine()
     try:
         assert engine.name == "threads" and (
             "ulimit -n" in engine.why or "no io_uring" in engine.why

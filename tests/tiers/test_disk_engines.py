@@ -182,7 +182,7 @@ def test_F12_little_locked_memory(tmp_path: Path) -> None:
         "from tests.tiers.io.test_ladder import drop\n"
         "from tests.tiers.frames import hits, stored\n"
         "from flowkv.tiers.disk import DiskTier\n"
-        "from flowkv.tiers.io.uring import open_engine\n"
+        "from flowkv.tiers.io import open_engine\n"
         "import os, tempfile\n"
         "open_engine().close()\n"  # so that everything is loaded while it may be read
         "drop(1 << 20)\n"

@@ -25,13 +25,12 @@ from tests.inside import (
     Superblock,
     WrittenFrame,
     inspect,
-    read_superblock,
     repair,
     scrub,
     write_superblock,
 )
 
-from .faulty import FaultyFiles
+from .faulty import FaultyFiles, Solid
 from .files_engine import tier_over
 from .frames import answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 
@@ -139,36 +138,6 @@ def test_directories_stack(tmp_path: Path) -> None:
     slow.close()
 
 
-def test_the_superblock_tells_shapes_and_tenants(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, MIB)
-    stored(tier, ["a", "b"])
-    stored(tier, ["c"], size=5000, kind="state", tenant=key_of("other"))
-    tier.close()
-    superblock = read_superblock(FileIO(), tmp_path)
-    assert superblock is not None
-    assert (superblock.format, superblock.frame_version) == (2, 2)
-    shapes = {(shape.kind, shape.stripes, shape.stripe_bytes) for shape in superblock.geometries}
-    assert shapes == {("page", 1, 8192), ("state", 1, 5000)}
-    assert set(superblock.tenants) == {key_of("tenant").hex(), key_of("other").hex()}
-    tier = DiskTier(tmp_path, MIB)
-    tier.delete([key_of("c")])
-    tier.close()
-    DiskTier(tmp_path, MIB).close()  # the hints are made anew of what is there
-    superblock = read_superblock(FileIO(), tmp_path)
-    assert superblock is not None and superblock.tenants == [key_of("tenant").hex()]
-    assert len(superblock.geometries) == 1
-
-
-def test_a_superblock_stays_small(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, MIB)
-    for name in range(40):
-        stored(tier, [name], tenant=key_of(name))
-        tier.delete([key_of(name)])
-    tier.close()
-    superblock = read_superblock(FileIO(), tmp_path)
-    assert superblock is not None and len(superblock.tenants) == 17
-
-
 # --- nothing is left ------------------------------------------------------------------------
 
 
@@ -178,13 +147,6 @@ def anywhere(directory: Path, name: object, size: int = 8192) -> bool:
     pieces = [body[at : at + 64] for at in range(0, size - 64, 1000)]
     data = [path.read_bytes() for path in directory.iterdir() if path.is_file()]
     return any(piece in content for content in data for piece in pieces)
-
-
-class Solid(FileIO):
-    """A file system without holes."""
-
-    def punch(self, fd: int, offset: int, size: int) -> None:
-        raise OSError(95, "Operation not supported")
 
 
 @pytest.mark.parametrize("files", [FileIO, Solid])

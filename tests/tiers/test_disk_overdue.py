@@ -96,7 +96,7 @@ def test_items_that_wait_too_long_fail(tmp_path: Path) -> None:
     engine.holds = "write"
     first = tier.submit_store([store_of(0)], deadline_s=3)
     assert engine.entered.acquire(timeout=60)
-    arena = tier._staging.arena
+    arena = tier._conductor._arena
     block = arena.acquire(arena.free_bytes)  # so that nothing more can be begun
     assert block is not None
     job = tier.submit_store([store_of(n) for n in range(1, 8)], deadline_s=3)
@@ -183,7 +183,7 @@ def test_too_much_retired_memory_opens_the_breaker(tmp_path: Path) -> None:
         assert engine.entered.acquire(timeout=60)
     clock.advance(s=4)
     assert outcomes(answers(tier, job, 4)) == [("failed", "deadline")] * 4
-    await_(lambda: arena.retired_bytes > MIB // 4)
+    await_(lambda: tier._conductor._late_bytes > MIB // 4)
     for submit in (
         lambda: tier.submit_load([load_of(0, bytearray(128 << 10))]),
         lambda: tier.submit_store([store_of("new")]),
@@ -191,7 +191,7 @@ def test_too_much_retired_memory_opens_the_breaker(tmp_path: Path) -> None:
         job = submit()
         assert outcomes(answers(tier, job, 1)) == [("failed", "breaker")]
     engine.release()  # the disk comes back
-    await_(lambda: not arena.retired_bytes)
+    await_(lambda: not tier._conductor._late_bytes)
     assert hits(tier, range(4), size=128 << 10) == 4
     assert targets == [bytearray(128 << 10)] * 4
     tier.close()
@@ -389,7 +389,7 @@ def test_nobody_waits_for_what_went_wrong(tmp_path: Path, monkeypatch: pytest.Mo
             job = tier.submit_store([store_of(place)])
             assert outcomes(answers(tier, job, 1, within_s=60)) == [("failed", reason)]
     assert hits(tier, ["a"]) == 1
-    staged = tier._staging.arena
+    staged = tier._conductor._arena
     assert staged.free_bytes == staged.n_bytes and tier.erase([key_of("a")]) == 1, "nothing leaked"
     tier.close()
 

@@ -249,7 +249,6 @@ class Full(MemoryFiles):
 
 
 def test_F10_a_store_on_a_full_disk_opens_and_is_read() -> None:
-    """Even if a killed process could not note its tenants, which is written at the next opening."""
     files, machine = MemoryFiles(), Machine(0, durable=False)
     tier = machine.open(files)
     tier.submit_store([Store(KEYS[0], INFOS[0], memoryview(BODIES[0]))])

@@ -59,7 +59,7 @@ def test_what_cannot_be_sealed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
         job = tier.submit_store(items)
         assert outcomes(answers(tier, job, 3)) == [("failed", "memory")] * 3
     assert tier.used_bytes() == used
-    assert tier._staging.arena.free_bytes == tier._staging.arena.n_bytes
+    assert tier._conductor._arena.free_bytes == tier._conductor._arena.n_bytes
     stored(tier, range(3))
     assert hits(tier, range(3)) == 3
     tier.close()
@@ -71,7 +71,7 @@ def test_a_store_that_fails_once_it_has_a_slot_is_not_sealed(
     """Its body is the caller's again, and its staging memory somebody else's."""
     tier = DiskTier(tmp_path, 1 << 20, threads=0)
     used = tier.used_bytes()
-    arena = tier._staging.arena
+    arena = tier._conductor._arena
 
     class Full:
         """A view into which no zeros go."""

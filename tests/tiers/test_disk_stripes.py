@@ -212,7 +212,7 @@ def test_what_is_answered_before_it_came_is_left_alone(tmp_path: Path, how: str)
     assert read(tier, "abc", 2) == [("hit", "")] * 3
     tier.close()
     assert all(target == b"\xaa" * STEP for target in targets)
-    assert tier._staging.arena.retired_bytes == 0
+    assert tier._conductor._late_bytes == 0
 
 
 def test_what_goes_wrong_with_some_stripes_costs_nobody_else_anything(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from flowkv.tiers import Completion, Load, Outcome, Store
+from tests.clock import wait_for
 from tests.inside import HUGE_BYTES, Item, ManualClock, SystemClock, ThreadMemory, Workers
 
 from .frames import LAYOUT, info_of, key_of
@@ -347,9 +348,7 @@ def test_a_stuck_thread_is_replaced_and_its_memory_retired() -> None:
     assert pool.poll(0.02) == []
     gate.set()
     assert collect(pool, 1)[0].outcome is Outcome.MISS
-    end = time.monotonic() + 60
-    while pool.overdue:
-        assert time.monotonic() < end
+    wait_for(lambda: not pool.overdue)
     assert pool.retired_bytes == 0
     assert pool.close(20)
 

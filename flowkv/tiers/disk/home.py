@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from flowkv.core.errors import StoreError
-from flowkv.core.files import MALFORMED, open_descriptor
+from flowkv.core.files import MALFORMED, drop_in_children, open_descriptor
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.reaper import REAPER
 from flowkv.tiers.disk.journal import PAGE_BYTES, RECORD_BYTES, peek_store_id
@@ -42,8 +42,6 @@ from flowkv.tiers.io.engine import FileIO, read_file, replace_file
 FORMAT = 2
 SUPERBLOCK, LOCK, JOURNAL, LEARNED = "superblock.json", "lock", "journal", "learned"
 ERASED = "erased"
-MOST_NAMED = 4096
-"""Most tenants and geometries in a superblock; fewer where the capacity is small."""
 
 RECENT_S = 7 * 86400
 """Frames of a namespace without a bound cache for this long are the first to be evicted."""
@@ -52,15 +50,6 @@ _NOTED_S, _MOST_NAMESPACES, _NAME_LETTERS = 3600, 256, 200
 _OURS = re.compile(r"(superblock\.json|journal|learned)(\.tmp)?|lock|erased|slab-\d{8}|aside-\d+")
 _MOST_BYTES = 1 << 20
 _PATIENCE_S = 10.0  # longest wait for the end of garbage owners
-
-
-class FrameShape(msgspec.Struct, kw_only=True, frozen=True, order=True):
-    """Shape of frames: the stripes of the bodies with this layout fingerprint."""
-
-    layout: str
-    kind: str
-    stripes: int
-    stripe_bytes: int
 
 
 class Named(msgspec.Struct, kw_only=True, frozen=True):
@@ -73,22 +62,18 @@ class Named(msgspec.Struct, kw_only=True, frozen=True):
 class Superblock(msgspec.Struct, kw_only=True):
     """Description of a store. Fields may be added; `store` and `format` stay in every format.
 
-    `geometries` and `tenants` (salts, in hex) are hints for `inspect`: those of the frames in the
-    directory when it was last opened or closed. `namespaces` (digests, in hex) are those that
-    caches were bound to; frames of others, such as frames of earlier versions, are evicted first.
+    `namespaces` (digests, in hex) are those that caches were bound to; frames of others, such as
+    frames of earlier versions, are evicted first.
     """
 
     store: str
     format: int
     store_id: str = ""
-    created_by: str = ""
     frame_version: int = VERSION
     granule_bytes: int = GRANULE_BYTES
     journal_page_bytes: int = PAGE_BYTES
     record_bytes: int = RECORD_BYTES
     capacity_bytes: int = 0
-    geometries: list[FrameShape] = []
-    tenants: list[str] = []
     namespaces: dict[str, Named] = {}
 
     @property
@@ -184,6 +169,7 @@ class Home:
                 "Choose a directory on a local disk that this user may write to",
             ) from error
         _homes.add(self)
+        drop_in_children(self, Home.close)
 
     def holds(self) -> bool:
         """Return whether this object still owns the directory at the path, by its own lock file."""
@@ -205,17 +191,6 @@ class Home:
         if there is not None and there.known:
             self.superblock = there
         return self.superblock
-
-    def record_contents(self, geometries: set[FrameShape], tenants: set[str]) -> None:
-        """Record shapes and tenants in the superblock; write it only if they changed."""
-        there = self.superblock
-        if there is None or not self.owner:
-            return
-        most = min(MOST_NAMED, 16 + (there.capacity_bytes >> 20))
-        shapes, names = sorted(geometries)[:most], sorted(tenants)[:most]
-        if (shapes, names) != (there.geometries, there.tenants):
-            there.geometries, there.tenants = shapes, names
-            write_superblock(self._files, self.path, there)
 
     def name(self, bound: Mapping[bytes, str]) -> None:
         """Record the namespaces of bound caches; write if they changed or some time passed.
@@ -337,7 +312,6 @@ class Home:
                 store="flowkv",
                 format=FORMAT,
                 store_id=(old or self._files.random(16)).hex(),
-                created_by="flowkv",
             )
             there.capacity_bytes = capacity_bytes
             write_superblock(self._files, self.path, there)
@@ -363,16 +337,6 @@ class Home:
 
 
 _homes: weakref.WeakSet[Home] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    """Close a child's copies of locks: else a directory stays owned while the child lives."""
-    for home in list(_homes):
-        with contextlib.suppress(OSError):
-            home.close()
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 def owner_of(directory: Path) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from flowkv.core.errors import StoreError
 from flowkv.core.geometry import FIDELITIES
-from flowkv.tiers.disk.home import FrameShape, Superblock, owned, read_superblock
+from flowkv.tiers.disk.home import Superblock, owned, read_superblock
 from flowkv.tiers.disk.journal import RECORD_BYTES, Held, Journal, Slot, in_order, newest, sensible
 from flowkv.tiers.disk.store import (
     DiskStore,
@@ -57,8 +57,6 @@ class Inspection(msgspec.Struct, kw_only=True):
         namespaces: By namespace digest, in hex.
         names: Names of models, by namespace digest in hex; frames of namespaces without a name were
             made by an earlier version, or by a program that gave none.
-        tenants: Salts of tenants, in hex, that had frames when it was last opened or closed.
-        geometries: Shapes of frames that were there then.
         encrypted: Frames that need a secret to be read.
         compressed: Frames with compressed stripes.
         bad_pages: Damaged pages of the journal.
@@ -77,8 +75,6 @@ class Inspection(msgspec.Struct, kw_only=True):
     codecs: dict[str, FrameShare] = {}
     namespaces: dict[str, FrameShare] = {}
     names: dict[str, str] = {}
-    tenants: list[str] = []
-    geometries: list[FrameShape] = []
     encrypted: int = 0
     compressed: int = 0
     bad_pages: int = 0
@@ -126,7 +122,6 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
     )
     if not superblock.known:
         return found
-    found.tenants, found.geometries = superblock.tenants, superblock.geometries
     with reading(path, superblock, Envelope()) as (_, index, journal):
         frames = [held for _, held in index.items()]
         found.frames = len(frames)
@@ -366,25 +361,14 @@ class DropReport(msgspec.Struct, kw_only=True):
     bytes: int
 
 
-class RepairReport(msgspec.Struct, kw_only=True):
-    """Result of a repair.
+class RepairReport(ScrubReport, kw_only=True):
+    """Result of a repair: frames that are there now; damaged ones were dropped, locked ones stay.
 
     Attributes:
-        frames: Frames that are there now.
-        bad: Damaged frames that were dropped.
         recovered: Frames that the journal had lost.
-        locked: Encrypted frames, which could not be checked without their secret, and stay; all of
-            them, if the secret given opens none.
-        bytes: Bytes read.
-        seconds: Time taken.
     """
 
-    frames: int
-    bad: int
     recovered: int
-    bytes: int
-    seconds: float
-    locked: int = 0
 
 
 def repair(

@@ -54,35 +54,23 @@ from flowkv.tiers.io.engine import FileIO, read_fully, write_fully
 RECORD_BYTES = 224
 STORED, DELETED = 1, 2
 
-_RECORD = struct.Struct("<32s32s32s32s16s Q IQI Q 6I 4B Q 2B 6x I")
 _CRC = struct.Struct("<I")
 _MOST_SLOTS, _MOST_GRANULES = 1 << 40, 1 << 23
 _MOST_SEQ = 10**16  # more than a million a second for three hundred years
 UNBOUNDED = (1 << 63) - 1
 """Capacity of a store without a known one; no file reaches further."""
-_NAMES = tuple((name, "V32") for name in ("key", "parent", "namespace", "tenant"))
-_COUNTS = tuple(
-    (name, "<u4") for name in ("group", "tokens", "rank", "world", "head_start", "head_stop")
-)
-_BYTES = tuple((name, "u1") for name in ("op", "kind", "codec", "fidelity"))
-ROW = np.dtype(
-    [
-        *_NAMES,
-        ("layout", "V16"),
-        ("seq", "<u8"),
-        ("granules", "<u4"),
-        ("number", "<u8"),
-        ("stripes", "<u4"),
-        ("stripe_bytes", "<u8"),
-        *_COUNTS,
-        *_BYTES,
-        ("stored_bytes", "<u8"),
-        ("integrity", "u1"),
-        ("lossless", "u1"),
-        ("zeros", "V6"),
-        ("crc", "<u4"),
-    ]
-)
+_FIELDS = {
+    **dict.fromkeys(("key", "parent", "namespace", "tenant"), "32s"),
+    **{"layout": "16s", "seq": "Q", "granules": "I", "number": "Q"},
+    **{"stripes": "I", "stripe_bytes": "Q"},
+    **dict.fromkeys(("group", "tokens", "rank", "world", "head_start", "head_stop"), "I"),
+    **dict.fromkeys(("op", "kind", "codec", "fidelity"), "B"),
+    **{"stored_bytes": "Q", "integrity": "B", "lossless": "B", "zeros": "6s", "crc": "I"},
+}
+"""Fields of a record, and their forms as of `struct`."""
+_RECORD = struct.Struct("<" + "".join(_FIELDS.values()))
+_AS_ROW = {"I": "<u4", "Q": "<u8", "B": "u1"}
+ROW = np.dtype([(name, _AS_ROW.get(form, f"V{form[:-1]}")) for name, form in _FIELDS.items()])
 """A record as a numpy row."""
 
 Rows = NDArray[Any]  # of dtype ROW
@@ -159,7 +147,7 @@ def pack_record(record: Record) -> bytes:
         *(key, info.parent, info.namespace, info.tenant, info.layout, seq, *slot, stripes),
         *(info.stripe_bytes, info.group, info.tokens, info.rank, info.world),
         *(info.head_start, info.head_stop, op, KINDS.index(info.kind), info.codec, info.fidelity),
-        *(stored_bytes, integrity, lossless, 0),
+        *(stored_bytes, integrity, lossless, bytes(6), 0),
     )
     return data[:-4] + _CRC.pack(zlib.crc32(data[:-4]))
 
@@ -174,7 +162,7 @@ def unpack_row(data: bytes | memoryview, row: int = 0) -> Record:
     fields = _RECORD.unpack_from(data, row * RECORD_BYTES)
     key, parent, namespace, tenant, layout, seq, granules, number, stripes = fields[:9]
     step, group, tokens, *shard, op, kind, codec, fidelity = fields[9:20]
-    stored_bytes, integrity, lossless, _ = fields[20:]
+    stored_bytes, integrity, lossless, *_ = fields[20:]
     ancestry = layout, parent, namespace
     info = FrameInfo(KINDS[kind], codec, fidelity, *ancestry, group, tokens, step, tenant, *shard)
     held = Held(seq, Slot(granules, number), stripes, info, stored_bytes, integrity, bool(lossless))

@@ -32,7 +32,6 @@ from flowkv.core.memory import own_memory
 from flowkv.tiers.base import Load
 from flowkv.tiers.disk.home import (
     JOURNAL,
-    FrameShape,
     Home,
     Superblock,
     owner_of,
@@ -62,7 +61,6 @@ from flowkv.tiers.disk.journal import (
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import (
     AES_256_GCM,
-    KINDS,
     BadFrame,
     Header,
     most_header_bytes,
@@ -70,39 +68,6 @@ from flowkv.tiers.frame import (
     wanted,
 )
 from flowkv.tiers.io.engine import FileIO, read_fully, wipe, write_fully, zeros
-
-# Summary of a store's frames for the superblock: hints for `inspect`.
-
-
-class Contents:
-    """Shapes and tenants of the frames seen so far."""
-
-    def __init__(self) -> None:
-        self.tenants: set[str] = set()
-        self.shapes: set[FrameShape] = set()
-
-    def rebuild(self, rows: Rows) -> None:
-        """Start anew from the rows of a journal."""
-        self.tenants, self.shapes = set(), set()
-        names = ("tenant", "layout", "kind", "stripes", "stripe_bytes")
-        news = np.ones(len(rows), np.bool_)  # frames of a kind come one after the other
-        news[1:] = np.logical_or.reduce([rows[name][1:] != rows[name][:-1] for name in names])
-        some = rows[news]
-        for each in set(zip(*(some[name].tolist() for name in names), strict=True)):
-            self._add(*each)
-
-    def add(self, held: Held) -> None:
-        """Add the shape and tenant of one more frame."""
-        info = held.info
-        kind = KINDS.index(info.kind)
-        self._add(info.tenant, info.layout, kind, held.stripes, info.stripe_bytes)
-
-    def _add(self, tenant: bytes, layout: bytes, kind: int, stripes: int, step: int) -> None:
-        self.tenants.add(tenant.hex())
-        self.shapes.add(
-            FrameShape(layout=layout.hex(), kind=KINDS[kind], stripes=stripes, stripe_bytes=step)
-        )
-
 
 # Bytes that a directory may occupy: the capacity, and the part for managing the frames.
 
@@ -806,7 +771,6 @@ class DiskStore:
         self._unpinned = threading.Condition(self._lock)
         self._tidying = threading.Lock()
         self._index, self._busy = Index(), set[bytes]()
-        self._contents = Contents()
         self._closed = False
         self._bound: dict[bytes, str] = {}
         self._robbed = False  # whether slab files that were open here are gone, perhaps with frames
@@ -1049,7 +1013,6 @@ class DiskStore:
                         if claimed is not None:
                             late.remove(written)
                             self._index[written.key] = written.held
-                            self._contents.add(written.held)
                             self._busy.discard(written.key)
                 finally:
                     if late:
@@ -1184,7 +1147,6 @@ class DiskStore:
                     self._note_bound()
                     with contextlib.suppress(OSError):
                         self._journal.repair()
-                    self._note_contents()
                 self._drop_journal()
             self._slabs.close()
             self._home.close()
@@ -1219,10 +1181,6 @@ class DiskStore:
         if self._bound and self._leads():
             with contextlib.suppress(OSError):  # a full disk: their frames may be evicted too early
                 self._home.name(self._bound)
-
-    def _note_contents(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: only `inspect` misses it
-            self._home.record_contents(self._contents.shapes, self._contents.tenants)
 
     # --- ownership of the directory --------------------------------------------------------------
 
@@ -1259,7 +1217,6 @@ class DiskStore:
             if self._journal is not None and self._leads():
                 with contextlib.suppress(OSError):
                     self._journal.repair()
-                self._note_contents()
                 self._yield()
             while self._home.owner and (left_s := end_s - time.monotonic()) > 0:
                 self._unpinned.wait(min(left_s, _LOOK_S))
@@ -1342,6 +1299,4 @@ class DiskStore:
         if self._durable:
             self._slabs.sync(self._slabs.sizes())
             self._journal.sync()
-        self._contents.rebuild(rows)
-        self._note_contents()
         self.locked = count_locked(self._slabs, rows, self._envelope)

@@ -48,7 +48,7 @@ from flowkv.tiers.frame import (
     lay_out,
     pack_header,
 )
-from flowkv.tiers.io import open_best
+from flowkv.tiers.io import open_engine
 from flowkv.tiers.io.engine import (
     ALIGNMENT,
     OPERATION,
@@ -210,48 +210,6 @@ def flight_of(item: Item, target: memoryview, held: Held, known: Digests | None 
         raise Refused("target")
     direct = wish.direct and plain(held) and not (address_of(target) | n_bytes) % ALIGNMENT
     return Flight(item, held, target if direct else None, first, count, known)
-
-
-class Staging:
-    """Slots of an arena, and memory for the odd frame that does not fit into it.
-
-    Args:
-        arena: Arena shared with other users; None for a private one.
-        n_bytes: Size of the private one.
-
-    Attributes:
-        arena: Source of the slots.
-    """
-
-    def __init__(self, arena: Arena | None, n_bytes: int) -> None:
-        self.arena, self._own = arena or Arena(n_bytes), arena is None
-        self._spare: set[Arena] = set()
-
-    def acquire(self, n_bytes: int, *, spare: bool) -> ArenaSlot | None:
-        """Return memory in the arena; if that has no room, outside of it if `spare`, else None.
-
-        Raises:
-            OSError: The system has none.
-        """
-        slot = self.arena.acquire(n_bytes)
-        if slot is None and spare:
-            arena = Arena(n_bytes)
-            self._spare.add(arena)
-            slot = arena.acquire(n_bytes)
-        return slot
-
-    def give_back(self, slot: ArenaSlot) -> None:
-        """Free memory that no operation uses any more."""
-        arena = slot.arena
-        (arena.revive if slot.retired else arena.give_back)(slot)
-        if arena in self._spare:
-            self._spare.discard(arena)
-            arena.close()
-
-    def close(self) -> None:
-        """Close the private memory, unless it may still be written to."""
-        for arena in (*self._spare, *([self.arena] if self._own else [])):
-            arena.close()
 
 
 class Digests(NamedTuple):
@@ -422,8 +380,8 @@ def seal_all(frames: list[Unsealed]) -> None:
 # operations in their order. A thread steps for ever, or `poll` steps in the caller's thread, which
 # makes a tier without threads: the same calls in the same order, on any clock.
 #
-# Memory of an overdue operation is retired until the engine reports it. When too much is, the disk
-# is left alone ("breaker") until enough has come back.
+# Memory of an overdue operation stays taken until the engine reports it. When that is more than a
+# quarter of the arena, the disk is left alone ("breaker") until enough has come back.
 
 _LOADS, _STORES = False, True
 TOGETHER_BYTES = 4 << 20
@@ -451,7 +409,7 @@ class DiskScheduler:
         store: Index and slots of the frames.
         envelope: Seals and opens frames.
         engine: Moves the bytes, for this scheduler alone.
-        staging: Memory.
+        arena: Staging memory.
         queue: Requests.
     """
 
@@ -460,11 +418,11 @@ class DiskScheduler:
         store: DiskStore,
         envelope: Envelope,
         engine: IOEngine,
-        staging: Staging,
+        arena: Arena,
         queue: RequestQueue,
     ) -> None:
         self._store, self._envelope, self._engine = store, envelope, engine
-        self._staging, self._queue = staging, queue
+        self._arena, self._queue = arena, queue
         self._used_bytes = {_LOADS: 0, _STORES: 0}  # bytes of staging memory
         self._flights: dict[int, tuple[Operations, int]] = {}  # by tag, with the bytes to come
         self._unsealed: list[tuple[Item, Unsealed]] = []  # claimed items, with bodies being read
@@ -537,7 +495,7 @@ class DiskScheduler:
     # --- beginning of items --------------------------------------------------------------------
 
     def _begin(self) -> bool:
-        if self._late_bytes > self._staging.arena.most_retired_bytes:
+        if self._late_bytes > self._arena.n_bytes // 4:
             self._queue.fail_waiting("breaker")
         loads, tried = list[Operations](), 0
         if self._hungry < _PATIENT_STEPS:
@@ -759,11 +717,8 @@ class DiskScheduler:
                     self.known.add(key, seq, head.digests)  # with this number only
             else:
                 sealed = self._envelope.seal(key, info, body, generation=seq, known=known)
-                head, start, n_bytes = sealed.head, len(sealed.header), 0
-                for part in (sealed.header, *sealed.parts):
-                    end = n_bytes + memoryview(part).nbytes
-                    memory.view[n_bytes:end] = part
-                    n_bytes = end
+                head, start = sealed.head, len(sealed.header)
+                n_bytes = sealed.write(memory.view)
             slot, stale = self._store.new_slot(start, n_bytes)
         except BaseException:
             self._store.unreserve(key)
@@ -827,10 +782,12 @@ class DiskScheduler:
         Raises:
             NoRoom: There is none now.
         """
-        most_bytes = int(self._staging.arena.n_bytes * _SHARE[stores])
+        most_bytes = int(self._arena.n_bytes * _SHARE[stores])
         if not alone and self._used_bytes[stores] + n_bytes > most_bytes:
             raise NoRoom
-        memory = self._staging.acquire(n_bytes, spare=alone)
+        memory = self._arena.acquire(n_bytes)
+        if memory is None and alone:  # the odd frame that does not fit into the arena
+            memory = Arena(n_bytes).acquire(n_bytes)
         if memory is None:
             raise NoRoom
         self._used_bytes[stores] += memory.n_bytes
@@ -838,7 +795,7 @@ class DiskScheduler:
 
     def _free(self, memory: ArenaSlot, stores: bool) -> None:
         self._used_bytes[stores] -= memory.n_bytes
-        self._staging.give_back(memory)
+        memory.arena.give_back(memory)
 
     # --- completions of the engine -------------------------------------------------------------
 
@@ -1033,14 +990,13 @@ class DiskScheduler:
                 self._queue.end_store(answer.item)
 
     def _give_up(self, items: list[Item]) -> None:
-        """Retire the memory of items answered early, and cancel their operations in the engine."""
+        """Count the bytes of items answered early, and cancel their operations in the engine."""
         tags: list[int] = []
         for item in items:
             flight = item.flight
             if flight is not None:
                 if not flight.late:
                     flight.late = True
-                    flight.memory.arena.retire(flight.memory)
                     left = map(self._flights.get, flight.tags)
                     self._late_bytes += sum([one[1] for one in left if one is not None])
                 if all(one.done is not None for one in flight.items):
@@ -1154,11 +1110,12 @@ class DiskTier:
             envelope=envelope,
         )
         self._pid, self._open, self._closing = os.getpid(), True, threading.Lock()
-        staging: Staging | None = None
+        own: Arena | None = None
         try:
-            staging = Staging(arena, min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
+            if arena is None:
+                own = arena = Arena(min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
             if engine is None:
-                engine = open_best(staging.arena, str(self._store.path))
+                engine = open_engine(arena, str(self._store.path))
                 if engine.name != "threads":  # else no compiled code is used here
                     from flowkv.compiled.digest import compile_digest
                     from flowkv.tiers.digest import compile_frames
@@ -1169,20 +1126,18 @@ class DiskTier:
             self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
         except BaseException as error:
             self._store.close()
-            if (engine is None or engine.close()) and staging is not None:
-                staging.close()
+            if (engine is None or engine.close()) and own is not None:
+                own.close()
             if isinstance(error, _FROM_SYSTEM) and not isinstance(error, FlowKVError):
                 raise StoreError(
                     f"the disk tier in {path} cannot be opened ({error or 'no memory'})",
                     "Free memory, or raise its limit (ulimit -v)",
                 ) from error
             raise
-        self._staging, self._engine, self._threads = staging, engine, threads
-        self._conductor = DiskScheduler(
-            self._store, envelope, self._engine, self._staging, self._wishes
-        )
+        self._engine, self._threads = engine, threads
+        self._conductor = DiskScheduler(self._store, envelope, engine, arena, self._wishes)
         self._shut = partial(
-            _shut, self._pid, self._conductor, self._wishes, engine, self._store, staging
+            _shut, self._pid, self._conductor, self._wishes, engine, self._store, own
         )
         if files is None:  # the caller closes a tier with given files
             weakref.finalize(self, REAPER.put, self._shut).atexit = False
@@ -1417,7 +1372,7 @@ def _shut(
     queue: RequestQueue,
     engine: IOEngine,
     store: DiskStore,
-    staging: Staging,
+    arena: Arena | None,
 ) -> None:
     """End the parts of a tier that is closed, or was collected; a second call does nothing."""
     if pid != os.getpid() or queue.closing:
@@ -1426,7 +1381,8 @@ def _shut(
     queue.fail_rest()
     if engine.close() and ended:
         store.close()
-        staging.close()
+        if arena is not None:
+            arena.close()
     else:
         _stuck.append(conductor)
 

@@ -2,7 +2,7 @@
 
     submit(operations) -> ... -> wait(timeout_s) -> completions
 
-Three engines implement it, and a tier takes the first that this machine allows (`open_best`):
+Three engines implement it, and a tier takes the first that this machine allows (`open_engine`):
 io_uring, positional system calls on threads with O_DIRECT, and the same through the page cache.
 
 Memory named by an operation belongs to the engine until its completion is reported: neither a
@@ -674,18 +674,6 @@ def reason_of(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, "EIO")
 
 
-def reason_of_ring(error: OSError) -> str:
-    """Return the name of an error of io_uring, with its likely cause."""
-    name = errno.errorcode.get(error.errno or 0, "EIO")
-    if error.errno == errno.EPERM:
-        return f"{name}: forbidden by a seccomp filter or kernel.io_uring_disabled"
-    if error.errno == errno.ENOSYS:
-        return f"{name}: the kernel has none, or an old one"
-    if error.errno == errno.ENOMEM:
-        return f"{name}: beyond the limit of locked memory, `ulimit -l`"
-    return name
-
-
 # Staging memory: one mapping for transfers of disks, networks and GPUs.
 
 
@@ -734,8 +722,6 @@ class Extents:
 
 PAGE_BYTES = 4096
 
-_kept: list[Any] = []  # mappings that may still be written to: never unmapped
-
 
 class ArenaSlot(msgspec.Struct, eq=False):  # made without a call of Python
     """Piece of an arena.
@@ -745,7 +731,7 @@ class ArenaSlot(msgspec.Struct, eq=False):  # made without a call of Python
         address: Start of the slot, a multiple of 4096.
         view: The memory.
         n_bytes: Requested bytes.
-        taken_bytes: Bytes that the slot occupies, whole pages.
+        taken_bytes: Bytes that the slot occupies, whole pages; 0 once it was given back.
     """
 
     arena: Arena
@@ -753,15 +739,6 @@ class ArenaSlot(msgspec.Struct, eq=False):  # made without a call of Python
     view: memoryview
     n_bytes: int
     taken_bytes: int
-    _state: str = "taken"
-
-    def __repr__(self) -> str:
-        return f"Slot({self.address:#x}, {self.n_bytes} bytes, {self._state})"
-
-    @property
-    def retired(self) -> bool:
-        """Return whether its operation is overdue."""
-        return self._state == "retired"
 
 
 class Arena:
@@ -776,7 +753,6 @@ class Arena:
         address: Start of the mapping, a multiple of 2 MiB.
         n_bytes: Its size.
         view: All of it.
-        most_retired_bytes: A quarter of the size; with more retired bytes the arena is `clogged`.
 
     Raises:
         ConfigError: The size is not positive.
@@ -791,22 +767,11 @@ class Arena:
         self.address = address_of(self.view)
         self._lock = threading.Lock()
         self._extents = Extents(self.n_bytes // PAGE_BYTES)
-        self.most_retired_bytes, self._retired_bytes = self.n_bytes // 4, 0
-
-    @property
-    def retired_bytes(self) -> int:
-        """Return the bytes of slots with an overdue operation."""
-        return self._retired_bytes
 
     @property
     def free_bytes(self) -> int:
         """Return the bytes in no slot; they need not be side by side."""
         return self._extents.free_pages * PAGE_BYTES
-
-    @property
-    def clogged(self) -> bool:
-        """Return whether too much is retired to go on with the engine: open the breaker."""
-        return self._retired_bytes > self.most_retired_bytes
 
     def acquire(self, n_bytes: int) -> ArenaSlot | None:
         """Return a slot of `n_bytes` with undefined content; None if there is no room.
@@ -833,51 +798,19 @@ class Arena:
             StateError: It is not taken.
         """
         with self._lock:
-            self._become(slot, "taken", "free")
-            self._free(slot)
-
-    def retire(self, slot: ArenaSlot) -> None:
-        """Keep a slot from reuse until `revive`: its operation is overdue.
-
-        Raises:
-            StateError: It is not taken.
-        """
-        with self._lock:
-            self._become(slot, "taken", "retired")
-            self._retired_bytes += slot.taken_bytes
-
-    def revive(self, slot: ArenaSlot) -> None:
-        """Free a retired slot: its operation has ended after all.
-
-        Raises:
-            StateError: It is not retired.
-        """
-        with self._lock:
-            self._become(slot, "retired", "free")
-            self._retired_bytes -= slot.taken_bytes
-            self._free(slot)
+            if slot.arena is not self or not slot.taken_bytes or self._map is None:
+                raise StateError(
+                    f"a slot of {slot.n_bytes} bytes is not taken", "Give back each slot once"
+                )
+            first = (slot.address - self.address) // PAGE_BYTES
+            self._extents.free(first, slot.taken_bytes // PAGE_BYTES)
+            slot.taken_bytes = 0
 
     def close(self) -> None:
-        """Return the memory to the system, unless a retired slot may still be written to.
-
-        Memory with a view stays until the view is gone.
-        """
+        """Return the memory to the system; memory with a view stays until the view is gone."""
         with self._lock:
             mapping, self._map = self._map, None
-            if mapping is None:
-                return
             self.view, self.n_bytes = memoryview(b""), 0
-            if self._retired_bytes:
-                _kept.append(mapping)
-                return
-        with contextlib.suppress(BufferError):  # the last view unmaps it
-            mapping.close()
-
-    def _become(self, slot: ArenaSlot, before: str, after: str) -> None:
-        if slot.arena is not self or slot._state != before or self._map is None:
-            raise StateError(f"{slot!r} is not {before}", "Give back each taken slot once")
-        slot._state = after
-
-    def _free(self, slot: ArenaSlot) -> None:
-        first = (slot.address - self.address) // PAGE_BYTES
-        self._extents.free(first, slot.taken_bytes // PAGE_BYTES)
+        if mapping is not None:
+            with contextlib.suppress(BufferError):  # the last view unmaps it
+                mapping.close()

@@ -16,7 +16,6 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import select
 import signal
 import sys
@@ -43,10 +42,7 @@ from flowkv.tiers.io.engine import (
     Completions,
     DirectFiles,
     Operations,
-    ThreadsEngine,
-    allows_direct,
 )
-from flowkv.tiers.io.engine import reason_of_ring as reason_of
 
 # An io_uring: made with plain system calls, accessed through numpy.
 
@@ -804,45 +800,3 @@ class UringEngine(DirectFiles):
             *(self._control, self._requests, self._cancels, self._answers),
             *(ring.sqes, ring.cqes, *work, np.zeros(STATES, np.int64)),
         )
-
-
-# Choice of the engine: the best one that this machine allows.
-
-SPARE = 16
-"""Number of files that a tier may want to open: locks, journal, and slab files of a few sizes."""
-
-
-def open_engine(
-    *, arena: Arena | None = None, directory: str | None = None
-) -> UringEngine | ThreadsEngine:
-    """Open the best engine: io_uring, threads with O_DIRECT, or threads through the page cache.
-
-    Its `name` is the kind taken, and `why` the reason against a better one.
-
-    Args:
-        arena: Memory that most operations will use, which io_uring may register.
-        directory: Directory of the files: without O_DIRECT there, "buffered" is taken.
-
-    Raises:
-        OSError: The directory cannot be written to.
-    """
-    if directory is not None and not allows_direct(directory):
-        return ThreadsEngine(direct=False, why=f"no O_DIRECT in {directory}")
-    try:
-        ring = UringEngine(arena=arena)
-    except OSError as error:
-        return ThreadsEngine(why=f"no io_uring here ({reason_of(error)})")
-    if _files_left():
-        return ring
-    ring.close()
-    return ThreadsEngine(why="io_uring needs more files than `ulimit -n` allows still")
-
-
-def _files_left() -> bool:
-    """Return whether as many files may still be opened as a tier wants."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        return most == resource.RLIM_INFINITY or most - len(os.listdir("/proc/self/fd")) >= SPARE
-    except OSError as error:
-        # without /proc they cannot be counted
-        return error.errno not in (errno.EMFILE, errno.ENFILE)

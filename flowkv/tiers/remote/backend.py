@@ -7,11 +7,18 @@ tier abandons a call that takes longer, and does not reuse its memory until it r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, TypedDict
 
 from flowkv.core.clock import Clock
+from flowkv.core.config import without_secrets
+from flowkv.core.errors import ConfigError
 from flowkv.tiers.envelope import Envelope
+
+NAME = re.compile("[0-9a-f]{64}")
+"""Names of objects."""
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Listed(NamedTuple):
@@ -118,3 +125,20 @@ class RemoteOptions(TypedDict, total=False):
     envelope: Envelope | None
     clock: Clock | None
     limits: RemoteLimits | None
+
+
+def prefix_of(options: dict[str, str]) -> str:
+    """Return the prefix of keys that the options of a URI name.
+
+    Raises:
+        ConfigError: It has other characters, or too many.
+    """
+    prefix = options.get("prefix", "flowkv")
+    if not _PREFIX.fullmatch(prefix):
+        raise ConfigError(f"prefix {prefix!r}", "Use up to 64 letters, digits, '_', '.' or '-'")
+    return prefix
+
+
+def shown(uri: str) -> str:
+    """Return a URI without user, password and options."""
+    return without_secrets(uri).partition("?")[0].replace("//...@", "//")

@@ -1,29 +1,29 @@
 """Erasure log of a remote tier, shared by caches of all nodes: one small object beside the frames.
 
-    xxh3_64 of the rest | MessagePack: version, the last entries: a random lot number, and names
-
-A cache that erases adds an entry, and puts it back for some minutes if another node's write removed
-it. All others read the object now and then (`RemoteLimits.every_s`). As in the log of a place on
-the host (`tiers.erasure_log`), damage counts as an erasure of everything, and so does an object
-with only new entries.
+The object has the entries of `tiers.erasure_log`. A cache that erases adds an entry, and puts it
+back for some minutes if another node's write removed it. All others read the object now and then
+(`RemoteLimits.every_s`). As in the log of a place on the host, damage counts as an erasure of
+everything, and so does an object with only new entries.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import xxhash
-
 from flowkv.core.clock import Clock
 from flowkv.core.errors import StoreError
-from flowkv.core.files import MALFORMED
-from flowkv.tiers.erasure_log import ALL, KEY_NAME_BYTES, Erased
+from flowkv.tiers.erasure_log import (
+    ALL,
+    Erased,
+    joined,
+    new_entry,
+    pack_entries,
+    unpack_entries,
+)
 from flowkv.tiers.remote.backend import Backend
 
 NAME = "erased"
@@ -32,23 +32,6 @@ MOST_ENTRIES, _MOST_BYTES = 64, 1 << 20
 AGAIN_S = 75.0
 """Time after which stores under way during an erasure have ended or failed."""
 _KEPT_S = 600.0
-_VERSION = 1
-
-
-class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    lot: bytes
-    keys: tuple[bytes, ...] = ()
-    below: tuple[bytes, ...] = ()
-    realms: tuple[bytes, ...] = ()
-
-    def erased(self) -> Erased:
-        """Return the erasures of this entry."""
-        return Erased(frozenset(self.keys), frozenset(self.below), frozenset(self.realms))
-
-
-class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    version: int
-    entries: tuple[_Entry, ...]
 
 
 class RemoteErasures:
@@ -73,15 +56,15 @@ class RemoteErasures:
         self._lock, self._looking = threading.Lock(), threading.Lock()
         self._heard = list[Erased]()
         self._seen: set[bytes] | None = None
-        self._mine: dict[bytes, tuple[_Entry, int]] = {}
+        self._mine: dict[bytes, tuple[Erased, int]] = {}
         self._again: list[tuple[int, Erased]] = []
         self.alone = False
 
     def mark_seen(self) -> None:
         """Take the present entries as known; if the engine fails, all of them are news later."""
         with contextlib.suppress(OSError):
-            if (told := self._call(self._read, min(1.0, self._call_s))) is not None:
-                self._seen = {entry.lot for entry in told.entries}
+            if (there := self._call(self._read, min(1.0, self._call_s))) is not None:
+                self._seen = set(there)
 
     # ---- interface for caches
 
@@ -93,10 +76,7 @@ class RemoteErasures:
         """Return the frames that others erased since the last call."""
         with self._lock:
             heard, self._heard = self._heard, []
-        if any(one.everything for one in heard):
-            return ALL
-        fields = ([one[i] for one in heard] for i in range(3))
-        return Erased(*(frozenset().union(*names) for names in fields))  # type: ignore[arg-type]
+        return joined(heard)
 
     @contextlib.contextmanager
     def storing(self) -> Iterator[bool]:
@@ -125,12 +105,11 @@ class RemoteErasures:
         Raises:
             StoreError: The engine did not confirm it.
         """
-        short, ends = (tuple({key[:KEY_NAME_BYTES] for key in some}) for some in (keys, below))
-        entry = _Entry(os.urandom(16), short, ends, tuple(realms))
+        entry = new_entry(keys, below, realms)
         now_ns = self._clock.now_ns()
         with self._lock:
             self._mine[entry.lot] = entry, now_ns
-            self._again.append((now_ns + round(AGAIN_S * 1e9), entry.erased()))
+            self._again.append((now_ns + round(AGAIN_S * 1e9), entry))
         try:
             self._call(self.look, 4 * self._call_s)
             if self._seen is None or entry.lot not in self._seen:
@@ -157,7 +136,7 @@ class RemoteErasures:
 
     def _look(self) -> None:
         told = self._read()
-        there = {entry.lot: entry for entry in told.entries} if told is not None else {}
+        there = told or {}
         oldest_ns = self._clock.now_ns() - round(_KEPT_S * 1e9)
         with self._lock:
             self._mine = {lot: one for lot, one in self._mine.items() if one[1] > oldest_ns}
@@ -167,7 +146,7 @@ class RemoteErasures:
             entries = [*there.values(), *(mine[lot] for lot in mine if lot in lacking)]
             self._write(entries[-MOST_ENTRIES:])
         old = (seen or set()) | mine.keys()
-        fresh = [entry.erased() for lot, entry in there.items() if lot not in old]
+        fresh = [entry for lot, entry in there.items() if lot not in old]
         # If none of the known entries of others is left, an unknown number went with them.
         theirs = (seen or set()) - mine.keys()
         lost = told is None or (bool(theirs) and not theirs & there.keys())
@@ -183,20 +162,10 @@ class RemoteErasures:
             self._again = [one for one in self._again if one[0] > now_ns]
         return due
 
-    def _read(self) -> _Told | None:
-        """Return the object, an empty one if it is missing; None if it is damaged."""
+    def _read(self) -> dict[bytes, Erased] | None:
+        """Return the entries of the object, none if it is missing; None if it is damaged."""
         data = self._backend.get(NAME, 0, memoryview(bytearray(_MOST_BYTES)), self._call_s)
-        if data is None:
-            return _Told(_VERSION, ())
-        check, body = bytes(data[:8]), bytes(data[8:])
-        try:
-            if xxhash.xxh3_64_digest(body) != check:
-                return None
-            told = msgspec.msgpack.decode(body, type=_Told)
-        except MALFORMED:
-            return None
-        return told if told.version == _VERSION else None
+        return {} if data is None else unpack_entries(bytes(data))
 
-    def _write(self, entries: list[_Entry]) -> None:
-        body = msgspec.msgpack.encode(_Told(_VERSION, tuple(entries)))
-        self._backend.put(NAME, memoryview(xxhash.xxh3_64_digest(body) + body), self._call_s)
+    def _write(self, entries: list[Erased]) -> None:
+        self._backend.put(NAME, memoryview(pack_entries(entries)), self._call_s)

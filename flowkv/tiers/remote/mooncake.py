@@ -11,7 +11,6 @@ its slot is not reused before the client is torn down (DESIGN D10).
 from __future__ import annotations
 
 import errno
-import re
 import socket
 import threading
 import time
@@ -25,7 +24,7 @@ from flowkv.core.config import parse_size, without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, MissingLibraryError
 from flowkv.tiers.base import UNBOUNDED
 from flowkv.tiers.io.engine import Arena, ArenaSlot
-from flowkv.tiers.remote.backend import Listed, RemoteLimits, RemoteOptions
+from flowkv.tiers.remote.backend import Listed, RemoteLimits, RemoteOptions, prefix_of
 from flowkv.tiers.remote.tier import RemoteTier
 
 # A client of Mooncake Store and the memory registered with it, opened and closed together.
@@ -40,6 +39,7 @@ class MooncakeSession:
 
     Attributes:
         users: Calls under way; the session is not closed before they have returned.
+        retired_bytes: Bytes of slots in which transfers that failed may still write.
 
     Raises:
         ConnectionError: The memory could not be registered.
@@ -47,8 +47,7 @@ class MooncakeSession:
 
     def __init__(self, client: Any, n_bytes: int) -> None:
         self.client, self.arena, self.users = client, Arena(n_bytes), 0
-        self._settled = threading.Condition()
-        self._retired: list[ArenaSlot] = []
+        self._settled, self.retired_bytes = threading.Condition(), 0
         if code := client.register_buffer(self.arena.address, self.arena.n_bytes):
             raise ConnectionError(f"the memory could not be registered (code {code})")
 
@@ -74,16 +73,18 @@ class MooncakeSession:
             if ended:
                 self.arena.give_back(slot)
             else:
-                self.arena.retire(slot)
-                self._retired.append(slot)
+                self.retired_bytes += slot.taken_bytes
             self._settled.notify_all()
+
+    @property
+    def clogged(self) -> bool:
+        """Return whether too much is retired to go on with this client."""
+        return self.retired_bytes > self.arena.n_bytes // 4
 
     def close(self) -> None:
         """Tear the client down: after that all transfers have ended, and all memory is free."""
         self.client.close()
         self.client = None
-        for slot in self._retired:
-            self.arena.revive(slot)
         self.arena.close()
 
 
@@ -115,7 +116,6 @@ _ENDED = {
     *(*_FULL, INVALID_PARAMS, REPLICA_IS_NOT_READY),
     *(OBJECT_NOT_FOUND, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED, RPC_FAIL, RPC_TIMEOUT),
 }
-_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _OPTIONS = {"prefix", "protocol", "device", "metadata", "local", "tenant", "buffer"}
 
 
@@ -145,11 +145,8 @@ class Mooncake:
             raise ConfigError(f"{said!r} names no master", "Write mooncake://host:50051")
         if unknown := sorted(options.keys() - _OPTIONS):
             raise ConfigError(f"option {unknown[0]!r}", f"Use {', '.join(sorted(_OPTIONS))}")
-        prefix = options.get("prefix", "flowkv")
-        if not _PREFIX.fullmatch(prefix):
-            raise ConfigError(f"prefix {prefix!r}", "Use up to 64 letters, digits, '_', '.' or '-'")
         self.name = "mooncake://{}:{}".format(*self._master)
-        self._prefix, self._options = prefix, options
+        self._prefix, self._options = prefix_of(options), options
         buffer = options.get("buffer", "")
         self._buffer_bytes = parse_size(buffer) if buffer else DEFAULT_BUFFER_BYTES
         self._changed = threading.Condition()
@@ -263,7 +260,7 @@ class Mooncake:
         finally:
             with self._changed:
                 session.users -= 1
-                if session.arena.clogged and self._session is session:
+                if session.clogged and self._session is session:
                     self._session = None  # the next call opens another one
                 last = session is not self._session and not session.users
             if last:
@@ -354,15 +351,16 @@ class MooncakeTier(RemoteTier):
         name: Shown in statistics; default the address.
         envelope: Seals and checks frames.
         clock: Source of time.
-        limits: Limits of concurrency, memory and time; default `LIMITS`.
+        limits: Limits of concurrency, memory and time; default `usual`.
 
     Raises:
         ConfigError: The URI or the capacity cannot be used.
         MissingDependencyError: The client of Mooncake is not installed.
     """
 
+    usual = LIMITS
+
     def __init__(
         self, uri: str, capacity_bytes: int = UNBOUNDED, **options: Unpack[RemoteOptions]
     ) -> None:
-        options["limits"] = options.get("limits") or LIMITS
         super().__init__(Mooncake(uri), capacity_bytes, **options)

@@ -11,7 +11,6 @@ that the tier never reuses memory that bytes still move in (DESIGN D10).
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import threading
 import time
@@ -25,7 +24,7 @@ import numpy as np
 from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.tiers.base import UNBOUNDED
-from flowkv.tiers.remote.backend import Listed, RemoteLimits, RemoteOptions
+from flowkv.tiers.remote.backend import NAME, Listed, RemoteLimits, RemoteOptions
 from flowkv.tiers.remote.tier import RemoteTier
 
 try:
@@ -34,7 +33,6 @@ except ImportError:
     raise MissingDependencyError("a tier that NIXL moves", "nixl") from None
 
 LIMITS = RemoteLimits(threads=4, spares=4)
-_NAME = re.compile(r"[0-9a-f]{64}")
 _FIRST_S, _LONGEST_S = 20e-6, 1e-3  # the library has no wait for completion: it is polled
 
 
@@ -127,7 +125,7 @@ class Nixl:
         """
         with os.scandir(self._directory) as entries:
             for entry in entries:
-                if _NAME.fullmatch(entry.name):
+                if NAME.fullmatch(entry.name):
                     with suppress(FileNotFoundError):
                         told = entry.stat(follow_symlinks=False)
                         yield Listed(entry.name, told.st_size, told.st_mtime_ns)
@@ -183,7 +181,7 @@ class NixlTier(RemoteTier):
         name: Shown in statistics; default the directory.
         envelope: Seals and checks frames.
         clock: Source of time.
-        limits: Limits of concurrency, memory and time; default `LIMITS`.
+        limits: Limits of concurrency, memory and time; default `usual`.
 
     Raises:
         ConfigError: The URI or the capacity cannot be used.
@@ -191,8 +189,9 @@ class NixlTier(RemoteTier):
         StoreError: As `Nixl`.
     """
 
+    usual = LIMITS
+
     def __init__(
         self, uri: str, capacity_bytes: int = UNBOUNDED, **options: Unpack[RemoteOptions]
     ) -> None:
-        options["limits"] = options.get("limits") or LIMITS
         super().__init__(Nixl(uri), capacity_bytes, **options)

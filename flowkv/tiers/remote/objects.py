@@ -28,7 +28,7 @@ from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import UNBOUNDED, FrameInfo
 from flowkv.tiers.frame import BadFrame, count_stripes
-from flowkv.tiers.remote.backend import Listed, RemoteOptions
+from flowkv.tiers.remote.backend import NAME, Listed, RemoteOptions, shown
 from flowkv.tiers.remote.tier import Fact, RemoteTier
 
 # Catalogs: small objects that list frames, so that opening need not read every header.
@@ -128,7 +128,6 @@ PART_BYTES, SPLIT_BYTES = 8 << 20, 16 << 20
 MOST_HEADS = 64
 STREAM_BYTES = 256 << 10
 LIST_PAGE = 1000
-_NAME = re.compile(r"[0-9a-f]{64}")
 _CLIENT = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
 _NO_RANGES = re.compile("NotPartial")  # the server answers a range with 200 instead of 206
 _BEYOND = re.compile("StartTooLarge|status code: 416")
@@ -161,8 +160,7 @@ class ObjectBackend:
         except ImportError:
             raise MissingDependencyError("a tier in an object store", "object") from None
         self._obs, self._uri, self._options = obstore, uri, dict(options or {})
-        shown = without_secrets(uri).partition("?")[0]
-        self.name = shown.replace("//...@", "//").rstrip("/")
+        self.name = shown(uri).rstrip("/")
         self._errors: tuple[type[Exception], ...] = (obstore.exceptions.BaseError,)
         self._rungs: dict[float, Any] = {}
         self._lock, self._ranges = threading.Lock(), True
@@ -209,7 +207,7 @@ class ObjectBackend:
 
     def list(self, timeout_s: float) -> Iterator[Listed]:
         """Yield all frames in the store."""
-        return (found for found in self.names(FRAMES, timeout_s) if _NAME.fullmatch(found.name))
+        return (found for found in self.names(FRAMES, timeout_s) if NAME.fullmatch(found.name))
 
     def close(self) -> None:
         """Drop the clients; their connections end with them."""

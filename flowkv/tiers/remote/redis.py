@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, Unpack, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.tiers.base import UNBOUNDED
-from flowkv.tiers.remote.backend import Listed, RemoteOptions
+from flowkv.tiers.remote.backend import NAME, Listed, RemoteOptions, prefix_of, shown
 from flowkv.tiers.remote.tier import RemoteTier
 
 try:
@@ -279,11 +278,6 @@ def split(uri: str) -> tuple[str, dict[str, str]]:
     return f"{scheme}://{parts.netloc}{parts.path}{rest}", ours
 
 
-def shown(uri: str) -> str:
-    """Return a URI without user, password and options."""
-    return without_secrets(uri).partition("?")[0].replace("//...@", "//")
-
-
 # Frames in Valkey or Redis: one string per frame, in the memory of servers run by others.
 #
 #     key   = prefix | ":" | 64 hex digits
@@ -298,8 +292,6 @@ MOST_FRAME_BYTES = 512 << 20
 """Longest string of a server with its default `proto-max-bulk-len`."""
 
 _STAMP = struct.Struct(">Q")
-_NAME = re.compile("[0-9a-f]{64}")
-_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SCAN_KEYS = 512
 
 
@@ -319,9 +311,7 @@ class Redis:
 
     def __init__(self, uri: str) -> None:
         plain, ours = split(uri)
-        prefix, ttl_s = ours.get("prefix", "flowkv"), ours.get("ttl_s", "")
-        if not _PREFIX.fullmatch(prefix):
-            raise ConfigError(f"prefix {prefix!r}", "Use up to 64 letters, digits, '_', '.' or '-'")
+        prefix, ttl_s = prefix_of(ours), ours.get("ttl_s", "")
         if ttl_s and not re.fullmatch("[1-9][0-9]{0,8}", ttl_s):
             raise ConfigError(f"ttl_s={ttl_s!r}", "Use whole seconds, at least 1")
         self.name = shown(uri)
@@ -461,7 +451,7 @@ class Redis:
         reply = self._call(pool, [scan], end_s, _is_scan)[0]
         following, keys = cast(tuple[bytes, Sequence[bytes]], reply)
         names = {key[len(self._prefix) :].decode("ascii", "replace") for key in keys}
-        names = {name for name in names if _NAME.fullmatch(name)}
+        names = {name for name in names if NAME.fullmatch(name)}
         requests: list[Words] = []
         for name in names:
             key = self._key(name)

@@ -27,7 +27,6 @@ from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.erasure_log import Erased
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import Backend, RemoteLimits
 from flowkv.tiers.remote.erasures import RemoteErasures
@@ -578,7 +577,7 @@ class RemoteTier:
         name: Shown in statistics; default the backend's.
         envelope: Seals and checks frames; default xxh3 and nothing else.
         clock: Source of time.
-        limits: Limits of concurrency, memory and time.
+        limits: Limits of concurrency, memory and time; default `usual`.
 
     Attributes:
         known: Index of the frames expected there.
@@ -594,6 +593,7 @@ class RemoteTier:
     kind = "remote"
     writable = True
     shared = True
+    usual = RemoteLimits()
 
     def __init__(
         self,
@@ -608,7 +608,7 @@ class RemoteTier:
         if capacity_bytes < 1:
             raise ConfigError(f"a remote tier has {capacity_bytes} bytes", "Give it a few pages")
         self.name, self.capacity_bytes = name or backend.name, capacity_bytes
-        self.backend, self.limits = backend, limits or RemoteLimits()
+        self.backend, self.limits = backend, limits or self.usual
         self.envelope, self._clock = envelope or Envelope(), clock or compiling.SystemClock()
         self.known, self.corrupt = Known(), 0
         self.reading, self.writing = OperationRates(), OperationRates()
@@ -746,6 +746,9 @@ class RemoteTier:
         if not self._usable():
             return
         self._describe(self.limits.open_s)
+        yield from self._entries()
+
+    def _entries(self) -> Iterator[Entry]:
         for key, fact in self.known.facts():
             if fact.info is not None:
                 yield Entry(key, fact.info, fact.n_bytes)
@@ -894,22 +897,8 @@ class RemoteTier:
             self._list({})
             self._describe(self.limits.open_s)
         for erased in due:
-            self.known.condemn(self._meant(erased))
+            self.known.condemn(erased.among(self._entries()))
         self._delete_condemned()
-
-    def _meant(self, erased: Erased) -> list[bytes]:
-        """Return the known frames that an erasure covers, with their descendants."""
-        found, below = list[bytes](), dict[bytes, list[bytes]]()
-        for key, fact in self.known.facts():
-            if (info := fact.info) is None:
-                continue
-            below.setdefault(info.parent, []).append(key)
-            realm = erased.covers(info.tenant, info.namespace)
-            if realm or erased.has(key) or erased.ends(info.parent):
-                found.append(key)
-        for key in found:  # including keys added in the loop
-            found += below.pop(key, ())
-        return list(dict.fromkeys(found))
 
     def _remove(self, keys: Sequence[bytes], strange: Sequence[bytes], timeout_s: float) -> int:
         """Delete frames and verify that they are gone; return how many unknown ones were there."""
@@ -1131,12 +1120,7 @@ class RemoteTier:
             begin = start - len(sealed.header)
             memory[begin:start] = sealed.header
             return memory[begin:stop], sealed.head
-        at = stop
-        for part in (sealed.header, *sealed.parts):
-            view = memoryview(part).cast("B")
-            memory[at : at + len(view)] = view
-            at += len(view)
-        return memory[stop:at], sealed.head
+        return memory[stop:][: sealed.write(memory[stop:])], sealed.head
 
     def _put(self, item: Item, data: memoryview) -> None:
         def call(timeout_s: float) -> None:

@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 import xxhash
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, StoreError
+from flowkv.core.files import drop_in_children, lock_byte
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.frame import (
@@ -43,6 +44,7 @@ from flowkv.tiers.frame import (
 from flowkv.tiers.host import Immediate, copied, failed, missed
 from flowkv.tiers.shared import table
 from flowkv.tiers.shared.table import GRANULE, USED, VERSION
+from flowkv.tiers.worker import require_open
 
 __all__ = ["SharedTier"]
 
@@ -173,16 +175,7 @@ class SharedFile:
                 f"shared memory {path} cannot be used ({error.strerror})",
                 "Give the tier fewer bytes, another directory, or remove that file",
             ) from error
-        alive = weakref.ref(self)
-
-        def forget() -> None:  # in a forked child: else the locks of a dead parent live on in it
-            memory = alive()
-            if memory is not None:
-                memory.fd = -1
-                with contextlib.suppress(OSError):
-                    memory._let_go()
-
-        os.register_at_fork(after_in_child=forget)
+        drop_in_children(self, SharedFile._forget)
 
     # ---- opening
 
@@ -327,15 +320,7 @@ class SharedFile:
 
     def _try_seat(self, seat: int) -> bool:
         """Take a seat if no living process has it; return whether that worked."""
-        try:
-            self._lock_seat(seat, fcntl.F_WRLCK)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def _lock_seat(self, seat: int, how: int) -> None:
-        wish = struct.pack("hhqqi4x", how, os.SEEK_SET, _SEAT_AT + seat, 1, 0)
-        fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, wish)
+        return lock_byte(self.fd, _SEAT_AT + seat, fcntl.F_WRLCK)
 
     def writing(self) -> list[Row]:
         """Return the rows of frames that are being written, or were when their writers died."""
@@ -352,7 +337,7 @@ class SharedFile:
 
     def abandon(self, seat: int) -> None:
         """Release a seat taken by `deserted`."""
-        self._lock_seat(seat, fcntl.F_UNLCK)
+        lock_byte(self.fd, _SEAT_AT + seat, fcntl.F_UNLCK)
 
     # ---- memory
 
@@ -384,6 +369,10 @@ class SharedFile:
         if not hasattr(self, "_mapping"):
             self._let_go()
         self.fd = -1
+
+    def _forget(self) -> None:
+        self.fd = -1
+        self._let_go()
 
 
 PATIENCE_S = 0.25
@@ -573,6 +562,22 @@ class SharedTier(Immediate):
         self._answers.close()
 
     # ---- loads
+
+    def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+        require_open(self.name, self._pid, not self._closed)
+        job, start_ns = self._answers.new_job(), self._clock.now_ns()
+        end_ns, answers = start_ns + round(min(deadline_s, 1e9) * 1e9), []
+        for index, item in enumerate(cast(Sequence[Load | Store], items)):
+            if self._clock.now_ns() >= end_ns:
+                reply = failed(item.key, "deadline")
+            elif isinstance(item, Load):
+                reply = self._load(item, end_ns)
+            else:
+                reply = self._store(item, end_ns)
+            seconds = (self._clock.now_ns() - start_ns) / 1e9
+            answers.append(reply._replace(job=job, item=index, seconds=seconds))
+        self._answers.post(answers)
+        return job
 
     def _load(self, item: Load, end_ns: int) -> TierAnswer:
         memory, suspect = self._current(), 0

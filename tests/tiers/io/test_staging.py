@@ -1,4 +1,4 @@
-"""The arena: slots never overlap, and retired ones are given to nobody."""
+"""The arena: slots never overlap."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.inside import Arena, ArenaSlot, ConfigError, Extents, StateError, address_of, staging
+from tests.inside import Arena, ArenaSlot, ConfigError, Extents, StateError, address_of
 from tests.inside import staging_PAGE_BYTES as PAGE_BYTES
 
 PAGES = 64
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["take", "take", "give", "retire", "revive"]), st.integers(0, 20)),
-    max_size=60,
+    st.tuples(st.sampled_from(["take", "take", "give"]), st.integers(0, 20)), max_size=60
 )
 
 
@@ -30,34 +29,24 @@ def spans(slots: list[ArenaSlot]) -> list[tuple[int, int]]:
 def test_slots_are_apart_and_nothing_is_lost(steps: list[tuple[str, int]]) -> None:
     arena = Arena(PAGES * PAGE_BYTES)
     taken: list[ArenaSlot] = []
-    retired: list[ArenaSlot] = []
     for step, number in steps:
         if step == "take":
             wanted = max(1, number * PAGE_BYTES - number * 7)
             slot = arena.acquire(wanted)
             if slot is None:
-                assert gap(arena, taken + retired) < -(-wanted // PAGE_BYTES)
+                assert gap(arena, taken) < -(-wanted // PAGE_BYTES)
             else:
                 assert len(slot.view) == slot.n_bytes == wanted
                 assert slot.address % PAGE_BYTES == 0
                 taken.append(slot)
         elif step == "give" and taken:
             arena.give_back(taken.pop(number % len(taken)))
-        elif step == "retire" and taken:
-            retired.append(taken.pop(number % len(taken)))
-            arena.retire(retired[-1])
-        elif step == "revive" and retired:
-            arena.revive(retired.pop(number % len(retired)))
-        every = spans(taken + retired)
+        every = spans(taken)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(every))
-        used = [-(-slot.n_bytes // PAGE_BYTES) * PAGE_BYTES for slot in taken + retired]
+        used = [-(-slot.n_bytes // PAGE_BYTES) * PAGE_BYTES for slot in taken]
         assert arena.free_bytes == arena.n_bytes - sum(used)
-        assert arena.retired_bytes == sum(used[len(taken) :])
-        assert arena.clogged == (arena.retired_bytes > arena.n_bytes // 4)
     for slot in taken:
         arena.give_back(slot)
-    for slot in retired:
-        arena.revive(slot)
     assert arena.acquire(arena.n_bytes) is not None  # all of it is one piece again
 
 
@@ -102,13 +91,7 @@ def test_the_best_part_of_the_memory_is_used() -> None:
 def test_slots_are_given_back_once() -> None:
     arena = Arena(4 * PAGE_BYTES)
     slot = arena.acquire(1)
-    with pytest.raises(StateError, match="not retired"):
-        arena.revive(slot)
-    arena.retire(slot)
-    for again in (arena.retire, arena.give_back):
-        with pytest.raises(StateError, match="not taken"):
-            again(slot)
-    arena.revive(slot)
+    arena.give_back(slot)
     with pytest.raises(StateError, match="not taken"):
         arena.give_back(slot)
     other = arena.acquire(1)
@@ -128,27 +111,14 @@ def test_addresses_are_true() -> None:
     assert arena.view[at : at + 100] == b"z" * 100
 
 
-def test_closing_keeps_memory_that_may_still_be_written_to() -> None:
-    arena = Arena(PAGE_BYTES * 4)
-    slot = arena.acquire(PAGE_BYTES)
-    arena.retire(slot)
-    before = len(staging._kept)
-    view = slot.view
-    arena.close()
-    arena.close()
-    assert len(staging._kept) == before + 1
-    view[:4] = b"late"  # what a device may do
-    with pytest.raises(StateError, match="closed"):
-        arena.acquire(1)
-
-
 def test_closing_leaves_views_alone() -> None:
     arena = Arena(PAGE_BYTES)
     slot = arena.acquire(8)
-    before = len(staging._kept)
+    arena.close()
     arena.close()
     slot.view[:] = b"still ok"
-    assert len(staging._kept) == before
+    with pytest.raises(StateError, match="closed"):
+        arena.acquire(1)
     with pytest.raises(StateError, match="not taken"):
         arena.give_back(slot)
 

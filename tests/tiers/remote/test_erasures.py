@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from flowkv import KV
 from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
 from tests.cache.fakes import Wrapped
 from tests.cache.toy import make_kv, published, simple
+from tests.clock import wait_for
 from tests.inside import AGAIN_S, MOST_ENTRIES, Erased, ManualClock, RemoteErasures, StoreError
 from tests.tiers.frames import key_of, outcomes, put
 from tests.tiers.remote.faulty import FaultyBackend
@@ -37,13 +36,6 @@ def heard(one: RemoteErasures) -> Erased:
     one.look()
     assert not one.changed()
     return news
-
-
-def wait_for(what: Callable[[], bool], seconds: float = 20.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def cache(engine: FaultyBackend, **limits: float) -> KV:

@@ -16,6 +16,7 @@ from flowkv import Tier
 from flowkv.testing import check_tier
 from flowkv.tiers import Load, Outcome, Store
 from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
+from tests.clock import wait_for
 from tests.inside import ConfigError
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
@@ -48,13 +49,6 @@ def opened(uri: str, limits: RemoteLimits = BRIEF) -> Iterator[MooncakeTier]:
         yield tier
     finally:
         tier.close()
-
-
-def until(true: object) -> None:
-    end_s = time.monotonic() + EVER_S
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
 
 
 @pytest.mark.usefixtures("briefly")
@@ -151,7 +145,7 @@ def test_nobody_there_is_a_warning_and_then_misses(tmp_path: Path) -> None:
     try:
         assert outcomes(get(tier, [1]))[0][0] == "failed"
         cluster.start()
-        until(lambda: outcomes(put(tier, [1])) == [("stored", "")])
+        wait_for(lambda: outcomes(put(tier, [1])) == [("stored", "")])
         assert hits(tier, [1]) == 1
     finally:
         tier.close()
@@ -167,8 +161,8 @@ def test_everything_is_a_miss_after_a_restart(tmp_path: Path) -> None:
         done = answers(tier, tier.submit_load([load], deadline_s=0.3), 1)[0]
         assert done.outcome is Outcome.FAILED and not any(target)
         cluster.start()
-        until(lambda: {a.outcome for a in get(tier, range(4))} == {Outcome.MISS})
-        until(lambda: {a.outcome for a in put(tier, range(4))} == {Outcome.STORED})
+        wait_for(lambda: {a.outcome for a in get(tier, range(4))} == {Outcome.MISS})
+        wait_for(lambda: {a.outcome for a in put(tier, range(4))} == {Outcome.STORED})
         assert hits(tier, range(4)) == 4
         cluster.withdraw()  # the master still says that they exist
         done = answers(tier, tier.submit_load([load], deadline_s=0.5), 1)
@@ -192,7 +186,7 @@ def test_a_frozen_server_costs_deadlines_and_nothing_else(tmp_path: Path, whom: 
         late = [a.item for a in done if a.outcome is Outcome.FAILED]
         before = {item: bytes(targets[item]) for item in late}
         frozen.thaw()
-        until(lambda: hits(tier, range(6), 256 << 10) == 6)
+        wait_for(lambda: hits(tier, range(6), 256 << 10) == 6)
         assert all(targets[item] == was for item, was in before.items()), "a late answer landed"
 
 
@@ -245,9 +239,9 @@ def test_slots_of_doubtful_transfers_are_retired(
             store.get("0" * 64, 0, into, EVER_S)
         session = store._session
         if ended:
-            assert session is not None and session.arena.retired_bytes == 0
+            assert session is not None and session.retired_bytes == 0
         elif turn < 2:
-            assert session is not None and session.arena.retired_bytes == (turn + 1) * 102_400
+            assert session is not None and session.retired_bytes == (turn + 1) * 102_400
         elif turn == 2:  # a quarter is retired: this client is torn down, and another one set up
             assert session is None and clients[0].closed
             list(store.list(EVER_S))
@@ -270,7 +264,7 @@ def test_what_comes_back_late_is_retired_whatever_it_says(
     threading.Timer(0.1, client.gate.set).start()
     with pytest.raises(OSError):  # not a miss either: nobody knows what it waited for
         store.get("0" * 64, 0, memoryview(bytearray(100_000)), 0.01)
-    assert store._session is not None and store._session.arena.retired_bytes == 102_400
+    assert store._session is not None and store._session.retired_bytes == 102_400
     store.close()
 
 
@@ -295,7 +289,7 @@ def test_a_client_is_not_torn_down_while_a_call_is_under_way(
     threads = [threading.Thread(target=slow) for _ in range(2)]
     for thread in threads:
         thread.start()
-    until(lambda: store._session is not None and store._session.users == 2)
+    wait_for(lambda: store._session is not None and store._session.users == 2)
     client.gate.set()
     for thread in threads:
         thread.join(EVER_S)

@@ -19,6 +19,7 @@ from flowkv import Tier
 from flowkv.testing import check_tier
 from flowkv.tiers import Envelope, Load, Outcome, Store, open_tier
 from flowkv.tiers.remote.tier import RemoteLimits
+from tests.clock import wait_for
 from tests.inside import (
     MOST_CATALOGS,
     BreakerState,
@@ -324,10 +325,7 @@ def test_frames_of_another_process_are_noticed(tmp_path: Path) -> None:
     stored(theirs, range(5))
     theirs._written_s = 0.0  # its catalog is due
     theirs._wake.set()
-    end = time.monotonic() + 60
-    while not all(ours.contains([key_of(n) for n in range(5)])):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: all(ours.contains([key_of(n) for n in range(5)])))
     assert {entry.info for entry in ours.scan()} == {info_of(SIZE)}
     assert hits(ours, range(5)) == 5
     ours.close()

@@ -17,12 +17,11 @@ from flowkv import Tier
 from flowkv.testing import check_tier
 from flowkv.tiers import Load, Outcome, Store, open_tier
 from flowkv.tiers.remote.tier import RemoteLimits
+from tests.clock import wait_for
 from tests.inside import ConfigError, Redis, RedisTier, StoreError, parse_place, parse_size
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .servers_redis import RedisServer, redis_server
-
-EVER_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +45,6 @@ def opened(uri: str, **options: object) -> Iterator[RedisTier]:
         yield tier
     finally:
         tier.close()
-
-
-def until(true: object) -> None:
-    end_s = time.monotonic() + EVER_S
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("briefly")
@@ -170,7 +162,7 @@ def test_what_the_server_let_go_is_forgotten_in_time(server: RedisServer) -> Non
     with opened(uri, limits=RemoteLimits(every_s=0.05)) as tier:
         stored(tier, range(4))
         server.ask(f"DEL {prefix}:{key_of(2).hex()}".encode())
-        until(lambda: tier.contains([key_of(n) for n in range(4)]) == [True, True, False, True])
+        wait_for(lambda: tier.contains([key_of(n) for n in range(4)]) == [True, True, False, True])
         assert tier.used_bytes() == 3 * tier.frame_bytes(8192)
 
 
@@ -194,7 +186,7 @@ def test_nobody_there_is_a_warning_and_then_misses(tmp_path: Path) -> None:
     try:
         assert outcomes(get(tier, [1]))[0][0] == "failed"
         server.start()
-        until(lambda: outcomes(put(tier, [1])) == [("stored", "")])
+        wait_for(lambda: outcomes(put(tier, [1])) == [("stored", "")])
         assert hits(tier, [1]) == 1
     finally:
         tier.close()
@@ -218,7 +210,7 @@ def test_a_frozen_server_costs_deadlines_and_nothing_else(tmp_path: Path) -> Non
         assert max(overruns) < 1.0  # how much less is measured by the benchmark
         assert tier.trips == 1, "three failures in a row open the breaker"
         server.thaw()
-        until(lambda: hits(tier, range(8)) == 8)
+        wait_for(lambda: hits(tier, range(8)) == 8)
         assert not any(any(view) for view in target), "a late answer was written"
 
 
@@ -237,7 +229,7 @@ def test_killed_with_a_log_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
         kept = [a.item for a in (*early, *late) if a.outcome is Outcome.STORED]
         assert len(kept) >= 40 and {a.job for a in (*early, *late)} == {job}
         server.start()
-        until(lambda: hits(tier, kept[:1]) == 1)
+        wait_for(lambda: hits(tier, kept[:1]) == 1)
         assert hits(tier, kept) == len(kept), "acknowledged, and gone"
         get(tier, range(200))  # of the others any, but never a wrong byte
 
@@ -247,7 +239,7 @@ def test_killed_without_a_log_everything_is_a_miss(tmp_path: Path) -> None:
         stored(tier, range(5))
         server.stop()
         server.start()
-        until(lambda: {a.outcome for a in get(tier, range(5))} == {Outcome.MISS})
+        wait_for(lambda: {a.outcome for a in get(tier, range(5))} == {Outcome.MISS})
         stored(tier, range(5))
         assert hits(tier, range(5)) == 5
 
@@ -295,7 +287,7 @@ def test_one_connection_per_worker_kept(server: RedisServer) -> None:
             assert hits(tier, range(20)) == 20
             tier.delete([key_of(name) for name in range(20)])
         assert connections() - before <= 4  # two threads, the keeper, a look-up
-    until(lambda: connections() <= before)
+    wait_for(lambda: connections() <= before)
 
 
 def test_a_forked_child_speaks_through_connections_of_its_own(server: RedisServer) -> None:

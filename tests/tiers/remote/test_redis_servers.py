@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flowkv.tiers import Outcome
+from tests.clock import wait_for
 from tests.inside import RedisTier, StoreError
 
 from ..frames import get, hits, key_of, outcomes, stored
 from .faulty_redis import FaultyRedis
 from .servers_redis import RedisServer, redis_server
-
-EVER_S = 60.0
 
 
 @contextlib.contextmanager
@@ -27,13 +25,6 @@ def opened(uri: str) -> Iterator[RedisTier]:
         yield tier
     finally:
         tier.close()
-
-
-def until(true: object) -> None:
-    end_s = time.monotonic() + EVER_S
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def test_passwords(tmp_path: Path) -> None:
@@ -63,7 +54,7 @@ def two_nodes(directory: Path) -> Iterator[tuple[RedisServer, RedisServer]]:
             server.ask(b"CLUSTER ADDSLOTS " + " ".join(map(str, share)).encode())
         first.ask(f"CLUSTER MEET 127.0.0.1 {second.port}".encode())
         ready = b"cluster_state:ok\r\ncluster_slots_assigned:16384"
-        until(lambda: all(ready in s.ask(b"CLUSTER INFO") for s in (first, second)))
+        wait_for(lambda: all(ready in s.ask(b"CLUSTER INFO") for s in (first, second)))
         yield first, second
 
 
@@ -74,7 +65,7 @@ def test_a_cluster(tmp_path: Path) -> None:
         assert sum(sizes) == 40 and min(sizes) > 5, "the frames are on both"
         assert hits(tier, range(41)) == 40
         assert tier.delete([key_of(name) for name in range(20)]) == 20
-        until(lambda: sum(int(s.ask(b"DBSIZE")[1:-2]) for s in (first, second)) == 20)
+        wait_for(lambda: sum(int(s.ask(b"DBSIZE")[1:-2]) for s in (first, second)) == 20)
         assert tier.erase([key_of(name) for name in range(30)]) == 10
         slots = {
             n: int(first.ask(b"CLUSTER KEYSLOT " + redis_key(n))[1:-2]) for n in range(100, 150)
@@ -103,7 +94,7 @@ def test_a_cluster(tmp_path: Path) -> None:
                     reached[answer.key] = answer.outcome
                 return Outcome.FAILED in reached.values()
 
-            until(some)
+            wait_for(some)
 
 
 def certificate(directory: Path) -> Path:

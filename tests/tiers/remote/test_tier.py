@@ -16,6 +16,7 @@ from flowkv import Tier
 from flowkv.testing import check_tier
 from flowkv.tiers import Completion, Header, Load, Outcome, Store
 from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
+from tests.clock import wait_for
 from tests.inside import (
     HUGE_BYTES,
     UNBOUNDED,
@@ -72,13 +73,6 @@ def store_one(tier: Tier, name: object, deadline_s: float) -> Completion:
     answer = answers(tier, tier.submit_store([wish], deadline_s=deadline_s), 1)[0]
     assert time.monotonic() - start < deadline_s + LATE_S, "answered too late"
     return answer
-
-
-def wait_for(condition: object, within_s: float = 60.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def reopened(tier: Tier) -> Tier:
