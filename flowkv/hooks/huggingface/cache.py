@@ -1305,24 +1305,19 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             cut: Whether it only cuts all rows.
         """
         with exclusive(self):
-            self._apply(name, given, change, cut=cut)
-
-    def _apply(
-        self, name: str, given: tuple[Any, ...], change: Callable[[], None], *, cut: bool
-    ) -> None:
-        self.rows.alive()
-        stays = self.stays()
-        apart = stays and self.plan.compressed and name not in ("reorder_cache", "reset")
-        if apart or (stays and cut and self.skips):  # each layer changes what it keeps itself
-            self.give_up(private=True)
-            stays = False
-        if not stays:
-            getattr(self, name)(*given)
-            return
-        self._each(name, *given)
-        change()
-        self.follow(self.rows.base if cut else None)
-        self.recurrent.mark()
+            self.rows.alive()
+            stays = self.stays()
+            apart = stays and self.plan.compressed and name not in ("reorder_cache", "reset")
+            if apart or (stays and cut and self.skips):  # each layer changes what it keeps itself
+                self.give_up(private=True)
+                stays = False
+            if not stays:
+                getattr(self, name)(*given)
+                return
+            self._each(name, *given)
+            change()
+            self.follow(self.rows.base if cut else None)
+            self.recurrent.mark()
 
     def _each(self, name: str, *arguments: Any) -> None:
         """Apply an operation to native layers and to states that paged layers hold."""
