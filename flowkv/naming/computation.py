@@ -158,7 +158,6 @@ _NO_TRANSFORMERS = types.SimpleNamespace(
     PreTrainedConfig=(),
     PreTrainedModel=(),
     chosen_functions=lambda model: [],
-    library_release=str,
 )
 
 
@@ -218,14 +217,12 @@ class Walk:
         # read at once, without a line of Python for each.
         self._ones: dict[tuple[_Read, bool], _Pair] = {}
         self._many: dict[tuple[_Read, bool], _Pair] = {}
-        self._empty: list[Any] = []  # mappings that must stay empty
         versions = self._versions = list[int]()  # addresses; then pointers, with what they hold
         pointers = self._pointers = list[tuple[int, int]]()
         self._module(_ROOT, model)
         self._environment(model)
         self._releases()
         self._watch_spaces()
-        self._keep(self._ones, any, self._empty, [False])
         self._places = places_of([*dict.fromkeys(versions), *(at for at, _ in pointers)])
         self._held = np.array([value for _, value in pointers], np.int64)
         del self._versions, self._pointers
@@ -301,7 +298,7 @@ class Walk:
     def forget(self) -> None:
         """Release all visited objects, after the model is gone."""
         self._places, self._words = places_of([]), None  # before the objects there
-        held: list[Any] = [self._ones, self._many, self._empty, self._kept, self._passed]
+        held: list[Any] = [self._ones, self._many, self._kept, self._passed]
         for each in (*held, self._columns, self.tensors):
             each.clear()
 
@@ -333,8 +330,9 @@ class Walk:
     def _watch_mapping(self, held: Mapping[str, Any]) -> None:
         """Watch all keys and values of a mapping, and their order."""
         self._watch_one(len, held)
-        self._watch_all(tuple, held)
-        self._watch_all(_VALUES, held)
+        if held:
+            self._watch_all(tuple, held)
+            self._watch_all(_VALUES, held)
 
     def _watch_names(self, space: Any, names: Iterable[str]) -> None:
         """Record the values of names in a mapping, or their absence, for `_watch_spaces`."""
@@ -395,7 +393,7 @@ class Walk:
         self.training |= module.training and cls.__module__ != "transformers.activations"
         compiled = held.get("_compiled_call_impl") is not None or "_orig_mod" in held["_modules"]
         self.compiled |= compiled or hasattr(held.get("forward"), "_torchdynamo_orig_callable")
-        books = _keeps_books(cls)
+        books = issubclass(cls, transformers().PreTrainedModel) or _root(cls) == "peft"
         self.pretrained |= books
         free = self._free(module)
         skipped = (transformers().BOOKKEEPING if books else _MARKS) | _STANDARD | free
@@ -444,9 +442,7 @@ class Walk:
         moving = [n for k in _TENSORS for n, t in held[k].items() if _offload(module, n, t)]
         skip = free.union(moving)
         for space in [held[name] for name in _WATCHED]:
-            if not space:
-                self._empty.append(space)
-            elif skip:
+            if space and skip:
                 self._watch(functools.partial(_beside, skip, space))
             else:
                 self._watch_mapping(space)
@@ -654,13 +650,11 @@ class Walk:
         for owner in kind.__mro__[: kind.__mro__.index(torch.Tensor)]:
             self._owners.setdefault(owner, f"<{_name(owner)}>")
         beside = tensor.__dict__
-        if beside and not self._visited(f"{path}/beside", tensor):
+        if not (beside and self._visited(f"{path}/beside", tensor)):
             books = {*transformers().BOOKKEEPING, "streamed_weight", "_wrapped_in"}
             for name in sorted(beside.keys() - books):
                 self._value(f"{path}.{name}", beside[name])
             self._watch_mapping(beside)
-        elif not beside:
-            self._empty.append(beside)
 
     def _config(self, path: str, config: Any) -> None:
         if self._visited(path, config):
@@ -1393,11 +1387,6 @@ def _of_python(cls: Any) -> bool:
 _MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
-def _keeps_books(cls: type) -> bool:
-    """Return whether `BOOKKEEPING` lists attributes of a class, of transformers' or PEFT's."""
-    return issubclass(cls, transformers().PreTrainedModel) or _root(cls) == "peft"
-
-
 def _in_c(cls: type) -> Any:
     """Return the first base class in C, in which objects may hold more than attributes."""
     python = (c for c in cls.__mro__ if not c.__flags__ & _MADE_BY_CODE or _own_new(c))
@@ -1495,9 +1484,6 @@ def _versions_of(read: _Read, thing: Any) -> list[int]:
     if read is operator.call:
         thing = thing.args[-1] if type(thing) is functools.partial else None
         return versions_of(thing) if type(thing) in (dict, types.MappingProxyType) else []
-    if read is any:  # a list of mappings
-        versions = [*itertools.chain.from_iterable(map(versions_of, thing))]
-        return versions if len(versions) == len(thing) else []
     return versions_of(thing)
 
 

@@ -55,6 +55,11 @@ class Identity:
         switch: Length from which positions are encoded otherwise; None without such a length.
         twofold: All longer texts are encoded alike, and all shorter ones.
         suspect: Code takes part that is neither torch's nor transformers'.
+        own: Paths of code that takes part and is no library's.
+        training: Submodules are in training mode.
+        compiled: Parts of the model are compiled.
+        weights: The weights as they were read.
+        n_bytes: Bytes of the weights.
         draws: A forward may draw random numbers: a module trains, or foreign code takes part.
         plain: Each forward does the same work on the same memory: no module trains, no foreign code
             takes part, and no hook moves weights or keeps results between modules.
@@ -64,7 +69,7 @@ class Identity:
         self._name, self._revision, self._first_weights = name, revision, ""
         self._moving, self._moved = "", set[str]()
         self._offloaded: dict[Any, tuple[Any, str]] = {}
-        self._weights, self._steps = Weights(), _STEPS[0]
+        self.weights, self._steps = Weights(), _STEPS[0]
         self.namespace = Namespace(model=name)
         self.read(model)
         # Held weakly: a model must not keep the identities of its former caches alive.
@@ -90,20 +95,22 @@ class Identity:
 
     def _read(self, model: Any, *, anew: bool) -> bool:
         if anew:
-            self._weights.forget()
+            self.weights.forget()
         self._steps, self._handles = _STEPS[0], RemovableHandle.next_id
         was = self.foreign if hasattr(self, "_walk") else ""
         self.switch, self.twofold = _switch(getattr(model, "config", None))
         # Encodings that depend on length rewrite buffers of this name in every forward.
         passing = "inv_freq" if self.switch is not None else ""
         self._walk = walk = Walk(model, passing, self._offloaded)
+        self.own, self.training, self.compiled = walk.own, walk.training, walk.compiled
         self.suspect = bool(walk.own or walk.foreign)
         self.draws = walk.training or self.suspect
         self.plain = not (self.draws or walk.compiled or self.switch is not None or _helped(model))
         for named in (walk.leaves, walk.tensors):  # the user's revision stands for these
             for path in [path for path in named if path.partition("[")[0] in self._moved]:
                 del named[path]
-        weights = self._weights.read(walk.tensors)
+        weights = self.weights.read(walk.tensors)
+        self.n_bytes = self.weights.n_bytes
         self._first_weights = self._first_weights or weights
         self._places = _places(model)
         config: Any = getattr(model, "config", None)
@@ -154,7 +161,7 @@ class Identity:
         if self.same(model):
             return True
         name, before, tensors = self.namespace, self._walk.leaves, self._walk.tensors
-        weights = self._weights
+        weights = self.weights
         written = {p for p, t in tensors.items() if not weights.counted(t)}
         self.read(model)
         now, other = self._walk.leaves, self._walk.tensors
@@ -181,21 +188,6 @@ class Identity:
         return self._walk.kind, frozenset(self._places)
 
     @property
-    def n_bytes(self) -> int:
-        """Return the bytes of the model's weights."""
-        return self._weights.n_bytes
-
-    @property
-    def own(self) -> list[str]:
-        """Return the paths of code that takes part and is no library's."""
-        return self._walk.own
-
-    @property
-    def training(self) -> bool:
-        """Return whether submodules are in training mode."""
-        return self._walk.training
-
-    @property
     def trains(self) -> bool:
         """Return whether gradients may flow to tensors of the model."""
         return any(tensor.requires_grad for tensor in self._walk.tensors.values())
@@ -205,15 +197,10 @@ class Identity:
         """Return whether encodings that depend on length are the same as in a fresh model."""
         return self._walk.settled()
 
-    @property
-    def compiled(self) -> bool:
-        """Return whether parts of the model are compiled."""
-        return self._walk.compiled
-
     def same(self, model: torch.nn.Module) -> bool:
         """Return whether the model is as it was named, but for uncounted writes to its weights."""
         try:
-            return self._steps == _STEPS[0] and self._walk.same() and bool(self._weights.counted())
+            return self._steps == _STEPS[0] and self._walk.same() and bool(self.weights.counted())
         except Exception:  # objects that cannot be compared count as changed
             return False
 
@@ -224,12 +211,12 @@ class Identity:
             model: The model.
             whole: Compare everything; otherwise weights only, for `steady` has just been asked.
         """
-        weights = self._steps == _STEPS[0] and self._weights.counted()
+        weights = self._steps == _STEPS[0] and self.weights.counted()
         return self._walk if self.plain and weights and (not whole or self.same(model)) else None
 
     def same_content(self) -> bool:
         """Return whether small weights have the same content; larger ones are read by `roll`."""
-        return self.n_bytes > SMALL_BYTES or self._weights.same()
+        return self.n_bytes > SMALL_BYTES or self.weights.same()
 
     def roll(self, seconds: float) -> bool:
         """Read the next part of the weights, so that `CALLS` calls read all; False on a change.
@@ -241,26 +228,21 @@ class Identity:
         end_s = time.monotonic() + _SHARE * seconds
         done = 0
         while True:
-            passes = self._weights.passes
+            passes = self.weights.passes
             part = least if not done else min(_SLICE_BYTES, least)
-            if not self._weights.roll(part):
+            if not self.weights.roll(part):
                 return False
             done += part
-            ended = self._weights.passes > passes or self._weights.waits
+            ended = self.weights.passes > passes or self.weights.waits
             if ended or time.monotonic() >= end_s:
                 return True
-
-    @property
-    def weights(self) -> Weights:
-        """Return the model's weights as they were read."""
-        return self._weights
 
     def moved(self, model: torch.nn.Module) -> bool:
         """Return whether the model has other dtypes or devices than when it was named."""
         return _places(model) != self._places
 
     def _forget(self) -> None:
-        self._weights.forget()
+        self.weights.forget()
         self._walk.forget()
         self._offloaded.clear()
 

@@ -25,7 +25,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -133,48 +134,43 @@ def write_table(disk: str | os.PathLike[str], parts: Iterable[torch.Tensor]) -> 
 
 def _write(path: Path, parts: Iterable[torch.Tensor]) -> tuple[_Description, NDArray[np.uint64]]:
     """Write a table's file to the device; return its description and its blocks' digests."""
-    described, rows = _Description(VERSION, path.name, 0, 0, "", 1, ALIGNMENT), 0
-    digests: list[int] = []
+    left, digests, rows = iter(parts), list[int](), 0
+    first = next((part for part in left if len(part)), torch.empty(0, 0))
+    if not first.numel():
+        raise ConfigError("the table has no rows", "Pass at least one part with rows")
+    width, dtype, size = first.shape[-1], str(first.dtype).removeprefix("torch."), first[0].nbytes
+    count = max(1, ALIGNMENT // size)
+    length = -(-count * size // ALIGNMENT) * ALIGNMENT
+    described = _Description(VERSION, path.name, 0, width, dtype, count, length)
 
-    def checked() -> Iterator[torch.Tensor]:
-        nonlocal described, rows
-        for part in parts:
-            width, dtype = part.shape[-1], str(part.dtype).removeprefix("torch.")
-            if part.dim() != 2 or (rows and (width, dtype) != (described.width, described.dtype)):
+    def fitting() -> Iterator[torch.Tensor]:
+        nonlocal rows
+        for part in chain([first], left):
+            if part.dim() != 2 or (part.shape[1], part.dtype) != (width, first.dtype):
                 raise ConfigError(
-                    f"a part of shape {tuple(part.shape)} and dtype {dtype} does not fit the table",
+                    f"a part of shape {tuple(part.shape)} and dtype {part.dtype} does not fit the "
+                    "table",
                     "Pass [rows, width], of one width and dtype",
                 )
-            if not rows:
-                size = width * part.element_size()
-                count = max(1, ALIGNMENT // max(1, size))
-                length = -(-max(1, count * size) // ALIGNMENT) * ALIGNMENT
-                described = _Description(VERSION, path.name, 0, width, dtype, count, length)
             rows += len(part)
             yield part
 
     with path.open("xb") as file:
-        for block in _blocks(checked(), lambda: described):
+        for block in _blocks(fitting(), described):
             digests.append(xxhash.xxh3_64_intdigest(block, len(digests)))
             file.write(block)
-        if not rows or not described.width:
-            raise ConfigError("the table has no rows", "Pass at least one part with rows")
         file.flush()
         os.fsync(file.fileno())
     return msgspec.structs.replace(described, rows=rows), np.array(digests, np.uint64)
 
 
-def _blocks(
-    parts: Iterable[torch.Tensor], shape: Callable[[], _Description]
-) -> Iterator[bytes | memoryview]:
+def _blocks(parts: Iterable[torch.Tensor], said: _Description) -> Iterator[bytes | memoryview]:
     """Yield a table's bytes, block by block; the last one is padded with zeros."""
-    left = b""
+    size, left = said.block_bytes, b""
     for part in parts:
         for some in _slices(part):
-            said = shape()
-            size, row = said.block_bytes, some.shape[1]
             data = left + some.tobytes()
-            used = said.block_rows * row
+            used = said.block_rows * some.shape[1]
             whole = len(data) // used * used
             if used == size:
                 view = memoryview(data)
@@ -183,7 +179,7 @@ def _blocks(
                 yield from (data[n : n + used].ljust(size, b"\0") for n in range(0, whole, used))
             left = data[whole:]
     if left:
-        yield left.ljust(shape().block_bytes, b"\0")
+        yield left.ljust(size, b"\0")
 
 
 def _slices(part: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
@@ -311,10 +307,9 @@ class EmbeddingTable(Closing):
 
     def differs(self, weight: torch.Tensor) -> bool:
         """Return whether a table in memory differs from this one."""
-        said = self._said
         if weight.dtype != self.dtype or weight.shape != (self.rows, self.width):
             return True
-        for number, block in enumerate(_blocks([weight], lambda: said)):
+        for number, block in enumerate(_blocks([weight], self._said)):
             if xxhash.xxh3_64_intdigest(block, number) != self._digests[number]:
                 return True
         return False

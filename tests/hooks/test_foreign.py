@@ -850,19 +850,27 @@ def a_file(tmp_path_factory: Any = None) -> Any:
     return of_process(read, put)()
 
 
-@attack
-def weak() -> Any:
-    kept: dict[int, Plain] = {}
+def weakly(refer: Callable[[Any], Any], read: Callable[[Any], Any]) -> Attack:
+    """An attack by an object that a function refers to weakly."""
 
-    def made(value: float) -> Model:
-        thing = Plain()
-        thing.scale = value
-        proxy = weakref.proxy(thing)
-        model = times(lambda module: proxy.scale)
-        kept[id(model)] = thing
-        return model
+    def build() -> Any:
+        kept: dict[int, Plain] = {}
 
-    return made, lambda model, value: setattr(kept[id(model)], "scale", value)
+        def made(value: float) -> Model:
+            thing = Plain()
+            thing.scale = value
+            met = refer(thing)
+            model = times(lambda module: read(met))
+            kept[id(model)] = thing
+            return model
+
+        return made, lambda model, value: setattr(kept[id(model)], "scale", value)
+
+    return build
+
+
+ATTACKS["weak"] = weakly(weakref.proxy, lambda met: met.scale)
+ATTACKS["weak_reference"] = weakly(weakref.ref, lambda met: met().scale)
 
 
 @attack

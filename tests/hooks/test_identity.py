@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
 import json
@@ -63,40 +62,15 @@ class Scaled(torch.nn.Module):
         return self.gain(out * scale * self.direction[: out.shape[-1]])
 
 
-class Mode(enum.Enum):
-    PLAIN = 1
-    LOUD = 2
-
-
-class Boxed(Scaled):
-    """One that keeps objects of its own, so that the model is foreign."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__(inner)
-        self.mode, self.box = Mode.PLAIN, Box()
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        scale = self.box.size * (2.0 if self.mode is Mode.LOUD else 1.0)
-        return super().forward(*args, **kwargs) * scale
-
-
-class Box:
-    """An object of its own kind, with a slot."""
-
-    __slots__ = ("size",)
-
-    def __init__(self) -> None:
-        self.size = 1.0
-
-
-def wrapped(model: torch.nn.Module, kind: type = Scaled) -> Scaled:
+def wrapped(model: torch.nn.Module) -> Scaled:
     layer = model.model.layers[1]
-    if not isinstance(layer.mlp, kind):
-        layer.mlp = kind(layer.mlp).eval()
+    if not isinstance(layer.mlp, Scaled):
+        layer.mlp = Scaled(layer.mlp).eval()
     return layer.mlp
 
 
-# ---- edits, each of which changes what is computed. They are made after a prompt was served.
+# ---- edits, each of which changes what is computed, made after a prompt was served; more of them
+# are in `test_foreign`
 
 
 def an_activation(model: torch.nn.Module) -> Undo:
@@ -148,12 +122,6 @@ def a_method_of_a_class(model: torch.nn.Module) -> Undo:
     return lambda: setattr(modeling_llama.LlamaMLP, "forward", plain)
 
 
-def a_method_of_a_base_class(model: torch.nn.Module) -> Undo:
-    plain = torch.nn.Linear.forward
-    torch.nn.Linear.forward = lambda self, x: 1.1 * plain(self, x)
-    return lambda: setattr(torch.nn.Linear, "forward", plain)
-
-
 def a_function_of_a_module(model: torch.nn.Module) -> Undo:
     plain = modeling_llama.apply_rotary_pos_emb
 
@@ -161,22 +129,6 @@ def a_function_of_a_module(model: torch.nn.Module) -> Undo:
         return plain(q, k, sin, cos, unsqueeze_dim)
 
     return setting(modeling_llama, "apply_rotary_pos_emb", turned)
-
-
-def a_function_of_torch(model: torch.nn.Module) -> Undo:
-    plain = torch.nn.functional.silu
-    return setting(torch.nn.functional, "silu", lambda x, inplace=False: plain(x) * 1.5)
-
-
-def the_code_of_a_function(model: torch.nn.Module) -> Undo:
-    function = modeling_llama.rotate_half
-    before = function.__code__
-
-    def other(x):
-        return x
-
-    function.__code__ = other.__code__
-    return lambda: setattr(function, "__code__", before)
 
 
 def a_registered_attention(model: torch.nn.Module) -> Undo:
@@ -208,28 +160,12 @@ def a_number_in_a_list_of_a_wrapper(model: torch.nn.Module) -> Undo:
     return lambda: gains.__setitem__(1, 1.0)
 
 
-def an_enum_of_a_wrapper(model: torch.nn.Module) -> Undo:
-    return setting(wrapped(model, Boxed), "mode", Mode.LOUD)
-
-
-def an_object_of_a_wrapper(model: torch.nn.Module) -> Undo:
-    box = wrapped(model, Boxed).box
-    box.size = 1.5
-    return lambda: setattr(box, "size", 1.0)
-
-
 def a_callable_of_a_wrapper(model: torch.nn.Module) -> Undo:
     return setting(wrapped(model), "gain", lambda x: x * 1.5)
 
 
 def a_tensor_of_a_wrapper(model: torch.nn.Module) -> Undo:
     return setting(wrapped(model), "direction", torch.full((64,), 1.5))
-
-
-def a_tensor_of_a_wrapper_in_place(model: torch.nn.Module) -> Undo:
-    direction = wrapped(model).direction
-    direction.mul_(1.5)
-    return lambda: direction.div_(1.5)
 
 
 def a_hook(model: torch.nn.Module) -> Undo:
@@ -315,19 +251,13 @@ EDITS = [
     frequencies_of_rope,
     rotary_made_again,
     a_method_of_a_class,
-    a_method_of_a_base_class,
     a_function_of_a_module,
-    a_function_of_torch,
-    the_code_of_a_function,
     a_registered_attention,
     a_method_of_an_instance,
     a_number_of_a_wrapper,
     a_number_in_a_list_of_a_wrapper,
-    an_enum_of_a_wrapper,
-    an_object_of_a_wrapper,
     a_callable_of_a_wrapper,
     a_tensor_of_a_wrapper,
-    a_tensor_of_a_wrapper_in_place,
     a_hook,
     a_hook_before,
     a_global_hook,

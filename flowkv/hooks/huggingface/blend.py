@@ -195,23 +195,19 @@ class Blending:
     def __init__(
         self, door: Any, rule: BlendRule, *, edits: bool = False, max_kl: float | None = None
     ) -> None:
-        self._held, self._rule = weakref.ref(door), rule
+        self._door: Any = weakref.ref(door)  # which refers to this object
+        self._rule = rule
         self._kind, self._max_kl = EditBlender if edits else Blender, max_kl
         self._blender = self._make()
         self._name = door.kv.namespace
 
     def _make(self) -> Blender:
-        return make_blender(self._door, self._rule, self._kind, self._max_kl)
+        return make_blender(self._door(), self._rule, self._kind, self._max_kl)
 
     @property
     def private(self) -> bool:
         """Return whether blended sequences publish no pages."""
         return self._kind is Blender
-
-    @property
-    def _door(self) -> Any:
-        """Return the door, which is held weakly because it refers to this object."""
-        return self._held()
 
     def now(self) -> Blender:
         """Return the blender for the model as it is, a new one if the model's name has changed.
@@ -219,7 +215,7 @@ class Blending:
         Raises:
             ConfigError: Prompts of the model cannot be blended any more.
         """
-        door = self._door
+        door = self._door()
         if door.identity.foreign:
             raise ConfigError(
                 f"the pages of this model are not shared: {door.identity.foreign}",
@@ -233,7 +229,7 @@ class Blending:
 
     def learn(self, documents: Items[Any], tenant: str | None) -> int:
         """Compute documents for reuse, see `KV.learn`."""
-        self._door.refresh()
+        self._door().refresh()
         return self.now().learn(documents, tenant)
 
     def unlearn(self, tokens: Any, tenant: str | None) -> int:
@@ -264,10 +260,10 @@ class Blending:
             advance: See `Blender.blend`.
         """
         try:
-            with self._door.aside():
+            with self._door().aside():
                 return self.now().blend(seq, most, advance) > 0
         except (CapacityError, ConfigError) as error:
-            warn(self._door.kv, f"blend: {error.problem}", f"FlowKV blends nothing: {error}")
+            warn(self._door().kv, f"blend: {error.problem}", f"FlowKV blends nothing: {error}")
             return False
 
     def apply(

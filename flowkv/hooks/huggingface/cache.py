@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -836,39 +836,6 @@ class PagedCompressedLayer(PagedLayer):
             setattr(self, name, getattr(compressor, name))
 
 
-class AbsentLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Base, beside the native class, of layers that had no keys when the model was probed.
-
-    No plan covers its first keys: they turn its cache into a native one. Copies are native layers.
-    """
-
-    _cache: weakref.ref[PagedCache]
-
-    def update(self, *given: Any, **options: Any) -> Any:
-        """Leave pages, and give the native layer its first keys."""
-        cache = self._cache()
-        if cache is None:
-            self.become_native()
-        else:
-            cache.give_up(private=True)
-        return self.update(*given, **options)
-
-    def become_native(self) -> None:
-        """Turn into a native layer, in place."""
-        del self._cache
-        self.__class__ = type(self).__bases__[1]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        twin: Any = object.__new__(type(self).__bases__[1])
-        vars(twin).update({name: value for name, value in vars(self).items() if name != "_cache"})
-        return copy, (twin,)
-
-
-@lru_cache
-def _absent(native: type) -> type:
-    return type(native)(native.__name__, (AbsentLayer, native), {})
-
-
 def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
@@ -1104,6 +1071,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         Cache.__init__(self, layers=list(layers))
         native = set(vars(self))
         self._made = layers
+        self._absent = [layers[i] for i, spec in enumerate(plan.specs) if spec.absent]
         self.rows, self.plan, self.door = rows, plan, door
         self.care: Mapping[str, Any] = {}
         self.options: dict[str, Any] = {}
@@ -1159,7 +1127,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         """Return whether the cache stays paged; turn it into a native one if it was changed.
 
         Called before every operation. The owner may have written to its keys and values, or
-        replaced layers; or this process was forked, and its pages are the parent's.
+        replaced layers; a layer that had no keys when the model was probed, and so has no pages,
+        may have got some; or this process was forked, and its pages are the parent's.
 
         Args:
             computed: Whether a forward has just finished, which writes to recurrent states itself.
@@ -1167,6 +1136,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         if (
             self.rows.kv.lock.inherited
             or self.layers != self._made
+            or (self._absent and any(layer.get_seq_length() for layer in self._absent))
             or (self.rows.taken and any(layer.edited() for layer in self.paged))
         ):
             self.give_up(private=True)
@@ -1194,7 +1164,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         if private:
             rows.disable_publishing()
         for layer in self._made:
-            if isinstance(layer, (PagedLayer, AbsentLayer)):
+            if isinstance(layer, PagedLayer):
                 layer.become_native()
         for layer in self.layers:
             if isinstance(layer, PagedLayer):  # a layer of another cache, used by both from now on
@@ -1335,24 +1305,19 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             cut: Whether it only cuts all rows.
         """
         with exclusive(self):
-            self._apply(name, given, change, cut=cut)
-
-    def _apply(
-        self, name: str, given: tuple[Any, ...], change: Callable[[], None], *, cut: bool
-    ) -> None:
-        self.rows.alive()
-        stays = self.stays()
-        apart = stays and self.plan.compressed and name not in ("reorder_cache", "reset")
-        if apart or (stays and cut and self.skips):  # each layer changes what it keeps itself
-            self.give_up(private=True)
-            stays = False
-        if not stays:
-            getattr(self, name)(*given)
-            return
-        self._each(name, *given)
-        change()
-        self.follow(self.rows.base if cut else None)
-        self.recurrent.mark()
+            self.rows.alive()
+            stays = self.stays()
+            apart = stays and self.plan.compressed and name not in ("reorder_cache", "reset")
+            if apart or (stays and cut and self.skips):  # each layer changes what it keeps itself
+                self.give_up(private=True)
+                stays = False
+            if not stays:
+                getattr(self, name)(*given)
+                return
+            self._each(name, *given)
+            change()
+            self.follow(self.rows.base if cut else None)
+            self.recurrent.mark()
 
     def _each(self, name: str, *arguments: Any) -> None:
         """Apply an operation to native layers and to states that paged layers hold."""
@@ -1397,7 +1362,7 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
         rows = self.rows.fork()
         twin = PagedCache(rows, self.plan, self.door)
         memo[id(self)] = twin
-        own = ("layers", "_made", "rows", "recurrent", "close")
+        own = ("layers", "_made", "_absent", "rows", "recurrent", "close")
         twin.__dict__.update({k: v for k, v in vars(self).items() if k not in own})
         olds, news = ([*one.layers, *one.indexers] for one in (self, twin))
         for old, new in zip(olds, news, strict=True):
@@ -1428,10 +1393,7 @@ def _become(held: Any, cls: type, attributes: Mapping[str, Any]) -> None:
 def _layer(rows: Rows, plan: ModelPlan, index: int, cache: weakref.ref[PagedCache]) -> Any:
     spec, placed = plan.specs[index], plan.placed.get(index)
     if placed is None:
-        made = spec.make()
-        if spec.absent:
-            made.__class__, made._cache = _absent(spec.native), cache
-        return made
+        return spec.make()
     if index not in plan.indexers:
         kind = PagedHybridLayer if spec.hybrid else PagedLayer
         return (PagedCompressedLayer if spec.compressed else kind)(rows, placed, spec, cache)

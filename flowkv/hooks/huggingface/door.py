@@ -490,7 +490,7 @@ class ForwardHook:
             with closed_on_error(found.seqs):
                 restoring = Restoring(self.kv, found.seqs, pads, call.types)
                 # Nested forwards are needed only to compute tokens outside the forward itself.
-                beside = restoring or self.blending is not None or self._overflows
+                beside = restoring or self.blending is not None or self.kv.config.overflow
                 nested: Any = None
                 if beside or self.kv.config.audit:
                     nested = Nested(self, call, call.types, call.fill)
@@ -498,7 +498,7 @@ class ForwardHook:
                     found = restoring.restore(found, nested)
                 found, blended = self._blended(found, call, nested, most)
                 found = self._placed(found, call, most, restoring)
-                if self._overflows and most and not entire:
+                if self.kv.config.overflow and most and not entire:
                     found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
             return self._pass(cache, given, error.problem, "capacity")
@@ -506,7 +506,7 @@ class ForwardHook:
             return self._pass(cache, given, str(error))
         paged = self._paged(found, call, pads, restoring, cache)
         further = any(p + seq.length > found.base for p, seq in zip(pads, found.seqs, strict=True))
-        paged.rows.uneven |= self._overflows or (self.blending is not None and further)
+        paged.rows.uneven |= self.kv.config.overflow or (self.blending is not None and further)
         if blended and self.blending.private:
             paged.rows.disable_publishing()
         self._watch(paged)
@@ -671,7 +671,7 @@ class ForwardHook:
             for prompt in prompts:
                 prompt.salts.insert(0, _LONG)
         if not self._holds(sum(len(prompt.tokens) for prompt in prompts)):
-            if self._overflows:
+            if self.kv.config.overflow:
                 limits = limits._replace(wait=True)  # pages that do not fit are not loaded at all
             elif not self._holds(max(len(prompt.tokens) for prompt in prompts)):
                 most = 0  # nothing is loaded for a prompt that will not fit
@@ -700,11 +700,6 @@ class ForwardHook:
         """Return whether a part of a text would be encoded otherwise alone, as it is shorter."""
         lengths = self._lengths(call, pads)
         return lengths is not None and (lengths.start > 0 or call.columns not in lengths)
-
-    @property
-    def _overflows(self) -> bool:
-        """Return whether prompts may be longer than the pools."""
-        return self.kv.config.overflow
 
     @property
     def _asked(self) -> int:
@@ -950,7 +945,7 @@ class ForwardHook:
             try:
                 cache.rows.plan(columns)
             except CapacityError:
-                if not self._overflows:
+                if not self.kv.config.overflow:
                     raise
                 self.proof.finish()  # unproven pages may not be written to a disk
                 cache.rows.plan(columns)

@@ -192,8 +192,3 @@ def chosen_functions(model: Any) -> list[tuple[Any, str, Any]]:
         names |= {name for name, other in _STAND_INS.items() if other in names}
         found += ((each, name, each.get(name)) for each in registries for name in sorted(names))
     return found
-
-
-def library_release() -> str:
-    """Return the release of transformers, which stands for its code in a model's name."""
-    return f"transformers {transformers.__version__}"
