@@ -1035,6 +1035,7 @@ class ForwardHook:
                     with self.aside():
                         long = self.identity.suspect
                         found = probe(model, self.kv.page_size, in_pages=False, long=long)
+                    self.plan.by_column |= found.plan.by_column
                     settle(model, self.kv, found, self)
             except UnsupportedModelError as error:
                 problem = error.problem
