@@ -90,6 +90,27 @@ def test_padding_that_changes_a_row(
             assert reused(kv) == 48, "the text without padding, once"
 
 
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*no argument of the model")
+@pytest.mark.parametrize("name", ["trocr", "bart", "bloom"])
+def test_positions_that_a_model_does_not_take(name: str) -> None:
+    model, text = matrix.build("causal", name), matrix.tokens(49)
+
+    def ask(pad: int) -> torch.Tensor:
+        ids = torch.cat([text[:, :pad] * 0, text], 1)
+        mask = (ids > 0).long()
+        given = dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            out = model(ids, **given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1]
+
+    plain = [ask(pad) for pad in (0, 9, 20)]
+    with attached(model):
+        for _ in range(2):
+            for pad, wanted in zip((0, 9, 20), plain, strict=True):
+                assert torch.allclose(ask(pad), wanted, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", models.HYBRID)
 def test_hybrid_models_go_on_from_a_saved_state(name: str) -> None:
     model, prompt = models.causal(name), models.prompt(70)

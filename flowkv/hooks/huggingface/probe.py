@@ -116,7 +116,7 @@ def probe(
     plan = place_layers(specs, cache.layers, page_size, in_pages=in_pages, share_of=share_of)
     plan.count = configured_layers(model.config)
     found = Probe(plan, ids, logits, parts)
-    if not plan.stateful and names.mask in names.parameters:
+    if not plan.stateful:  # else no padded row is reused
         plan.by_column |= not _pads_alike(model, found, names)
     return found
 
@@ -160,6 +160,8 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
 
 def _pads_alike(model: Any, found: Probe, names: Names) -> bool:
     """Return whether left padding changes nothing of a row that continues from a cache."""
+    if names.mask not in names.parameters:
+        return False
     head, tail = (x[:, :_PAD] for x in (found.ids, found.logits))
     parts = _PAD + found.parts[0], sum(found.parts[1:])
     ids, logits = torch.cat([head, found.ids], 1), torch.cat([tail, found.logits], 1)
