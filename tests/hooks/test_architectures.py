@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, GenerationMixin
+from transformers.models.llama import modeling_llama
 
 from tests.hooks import matrix, models
 from tests.hooks.compare import assert_same, attached, generate, reused
@@ -45,6 +48,67 @@ def test_ragged_batch(name: str) -> None:
         assert_same(generate(model, **inputs), theirs)
         assert_same(generate(model, **inputs), theirs)
         assert reused(kv) > 0
+
+
+def _git(patch: pytest.MonkeyPatch) -> torch.nn.Module:
+    return matrix.build("causal", "git")  # widens its mask by an image once there is a cache
+
+
+def _unmasked(patch: pytest.MonkeyPatch) -> torch.nn.Module:
+    own = modeling_llama.create_causal_mask
+    patch.setattr(
+        modeling_llama,
+        "create_causal_mask",
+        lambda *args, **given: own(*args, **given | dict(attention_mask=None)),
+    )
+    return models.causal("llama")
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*padding changes")
+@pytest.mark.parametrize("build", [_git, _unmasked])
+@pytest.mark.parametrize("late", [False, True])
+def test_padding_that_changes_a_row(
+    build: Callable[[pytest.MonkeyPatch], torch.nn.Module], late: bool, monkeypatch: Any
+) -> None:
+    text = matrix.tokens(49)
+    asked = []
+    for pad in (0, 9, 20):
+        ids = torch.cat([text[:, :pad] * 0, text], 1)
+        asked.append(dict(input_ids=ids, attention_mask=(ids > 0).long()))
+    with monkeypatch.context() as patch:
+        model = build(patch)
+        theirs = [generate(model, **given) for given in asked]
+    with monkeypatch.context() as patch:
+        if not late:
+            build(patch)
+        with attached(model, revision="1") as kv:
+            if late:
+                build(patch)
+            for _ in range(2):
+                for given, wanted in zip(asked, theirs, strict=True):
+                    assert_same(generate(model, **given), wanted)
+            assert reused(kv) == 48, "the text without padding, once"
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*no argument of the model")
+@pytest.mark.parametrize("name", ["trocr", "bart", "bloom"])
+def test_positions_that_a_model_does_not_take(name: str) -> None:
+    model, text = matrix.build("causal", name), matrix.tokens(49)
+
+    def ask(pad: int) -> torch.Tensor:
+        ids = torch.cat([text[:, :pad] * 0, text], 1)
+        mask = (ids > 0).long()
+        given = dict(attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            out = model(ids, **given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1]
+
+    plain = [ask(pad) for pad in (0, 9, 20)]
+    with attached(model):
+        for _ in range(2):
+            for pad, wanted in zip((0, 9, 20), plain, strict=True):
+                assert torch.allclose(ask(pad), wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", models.HYBRID)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.falcon import modeling_falcon
 
 from flowkv import KV, Engine, Request
 from flowkv.hooks.huggingface import make_runner_parts
@@ -135,3 +136,37 @@ def test_what_a_dispatch_mode_changes_is_known_to_nobody() -> None:
         assert kv.stats()["blocks"] == 0
         assert torch.equal(generate(model, 8, input_ids=prompt).sequences, theirs)
         assert reused(kv) == 0
+
+
+# ---- code that comes to a model under an engine
+
+
+def _mixes(model: Any, patch: pytest.MonkeyPatch) -> None:
+    layer = model.transformer.h[1].mlp
+    layer.register_forward_hook(lambda _, given, out: out + 0.7 * out.mean(0, keepdim=True))
+
+
+def _unmasks(model: Any, patch: pytest.MonkeyPatch) -> None:
+    own = modeling_falcon.create_causal_mask
+    patch.setattr(
+        modeling_falcon,
+        "create_causal_mask",
+        lambda *args, **given: own(*args, **given | dict(attention_mask=None)),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV shares nothing of this model")
+@pytest.mark.parametrize("change", [_mixes, _unmasks])
+@pytest.mark.parametrize("revision", ["", "1"])
+def test_rows_stay_apart_once_a_change_would_mix_them(
+    change: Any, revision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.causal("falcon")
+    prompts = [models.prompt(n, seed=n)[0].tolist() for n in (20, 33, 7, 40)]
+    with attached(model, revision=revision) as kv, Engine(model, kv) as engine:
+        before = [one.tokens for one in engine.run(prompts, max_new_tokens=8)]
+        change(model, monkeypatch)
+        found = [one.tokens for one in engine.run(prompts, max_new_tokens=8)]
+    wanted = [generate(model, 8, input_ids=torch.tensor([one])).sequences[0] for one in prompts]
+    assert found == [s[len(p) :].tolist() for p, s in zip(prompts, wanted, strict=True)]
+    assert found != before or change is _unmasks, "the change changes nothing: no test"

@@ -576,7 +576,7 @@ class ForwardHook:
             return BY_COLUMN
         if call.modal and self._crosses:
             return "layers of their own read its images"
-        return _MIXED if self._alike_rows(call) == "mixed" else ""
+        return _MIXED if self.alike_rows(call.rows) == "mixed" else ""
 
     def _blended(
         self, found: AdmittedRows, call: ForwardCall, nested: Nested, most: int
@@ -662,7 +662,7 @@ class ForwardHook:
     def _admit(self, call: ForwardCall, pads: list[int], limits: ReuseLimits) -> AdmittedRows:
         """Open the rows of a call with their known prefixes, within the limits and the pools."""
         self._save_states()
-        prompts = call.prompts(pads, by_place=self._alike_rows(call) != "alike")
+        prompts = call.prompts(pads, by_place=self.alike_rows(call.rows) != "alike")
         lengths, most = self._lengths(call, pads), max(limits.most, 0)
         if lengths is not None and call.columns not in lengths:
             most = 0
@@ -706,28 +706,28 @@ class ForwardHook:
         """Return how many last tokens of a prompt are always computed, for the sparsifier."""
         return 0 if self.sparsifier is None else self.sparsifier.queries
 
-    def _alike_rows(self, call: ForwardCall) -> Alike:
+    def alike_rows(self, rows: int) -> Alike:
         """Return how the model treats the rows of a batch, by a trial where that is in doubt.
 
         It is in doubt for code that is neither torch's nor transformers', and for 3-D weights with
         one slice for each row.
         """
         model = self.model
-        if call.rows < 2 or model is None:
+        if rows < 2 or model is None:
             return "alike"
-        key = self.kv.namespace, call.rows
+        key = self.kv.namespace, rows
         if key not in self._alike:
             lines = ((p.dim(), p.shape[:1]) for p in model.parameters())
-            suspect = self.identity.suspect or any(n == 3 and k == (call.rows,) for n, k in lines)
+            suspect = self.identity.suspect or any(n == 3 and k == (rows,) for n, k in lines)
             with self.aside():
-                tried = rows_alike(model, self.names, call.rows) if suspect else "alike"
+                tried = rows_alike(model, self.names, rows) if suspect else "alike"
             self._alike[key] = tried
         return self._alike[key]
 
     def _divides(self, call: ForwardCall) -> bool:
         """Return whether rows and spans of tokens of a call can be computed by themselves."""
         plain = all(isinstance(v, (bool, int, float, str)) for v in call.condition.values())
-        return (plain or self.names.encoder) and self._alike_rows(call) == "alike"
+        return (plain or self.names.encoder) and self.alike_rows(call.rows) == "alike"
 
     def _watch(self, cache: PagedCache) -> None:
         """Note the begin of a forward and the state of torch's generators, to find random draws."""
@@ -1030,6 +1030,7 @@ class ForwardHook:
                     with self.aside():
                         long = self.identity.suspect
                         found = probe(model, self.kv.page_size, in_pages=False, long=long)
+                    self.plan.by_column |= found.plan.by_column
                     settle(model, self.kv, found, self)
             except UnsupportedModelError as error:
                 problem = error.problem

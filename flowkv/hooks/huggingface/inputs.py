@@ -537,6 +537,8 @@ class ForwardCall:
             return "`cache_position` is given"
         if self.given.get("labels") is not None:
             return "labels are given"
+        if self.positions is not None and self.names.positions not in self.names.parameters:
+            return f"`{self.names.positions}` is no argument of the model, which may count itself"
         return ""
 
     def _sort(self) -> str:

@@ -33,6 +33,8 @@ _PARTS, _LONG_PARTS = (7, 4, 3, 2, 1), (53, 42, 4, 3, 2, 1)
 """Tokens of the forwards of a trial; the long ones for models with foreign code, which may change
 its behaviour at some position. Recurrent layers fail most easily on few tokens behind a state:
 their convolutions look a few tokens back."""
+_PAD = 3
+"""Columns of padding in a trial."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 0.25
 """Distance of logits, in single precision relative to the largest logit: another order of additions
 gives 1e-6. In half precision the relative L2 distance, where a wrong key or mask gives about 1;
@@ -113,7 +115,10 @@ def probe(
         )
     plan = place_layers(specs, cache.layers, page_size, in_pages=in_pages, share_of=share_of)
     plan.count = configured_layers(model.config)
-    return Probe(plan, ids, logits, parts)
+    found = Probe(plan, ids, logits, parts)
+    if not plan.stateful:  # else no padded row is reused
+        plan.by_column |= not _pads_alike(model, found, names)
+    return found
 
 
 def _parts(model: Any, *, long: bool) -> tuple[int, ...]:
@@ -151,6 +156,23 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
                 return
             problem = f"{name} does not give the same answers through pages"
     raise UnsupportedModelError(problem, "Use the model without FlowKV")
+
+
+def _pads_alike(model: Any, found: Probe, names: Names) -> bool:
+    """Return whether left padding changes nothing of a row that continues from a cache."""
+    if names.mask not in names.parameters:
+        return False
+    head, tail = (x[:, :_PAD] for x in (found.ids, found.logits))
+    parts = _PAD + found.parts[0], sum(found.parts[1:])
+    ids, logits = torch.cat([head, found.ids], 1), torch.cat([tail, found.logits], 1)
+    try:
+        if names.positions not in names.parameters:  # rows share pages with rows of equal padding
+            with quiet(model):
+                logits = _forward(model, names, ids, pad=_PAD)
+    except Exception:  # a model may raise anything
+        return False
+    padded = Probe(found.plan, ids, logits, parts)
+    return _continues(model, padded, native_cache(model), names, pad=_PAD)
 
 
 def _states_go_on(model: Any, found: Probe, names: Names) -> bool | None:
@@ -199,14 +221,19 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
 
 
 def _continues(
-    model: Any, found: Probe, cache: Any, names: Names, most: float = _TOLERANCE
+    model: Any,
+    found: Probe,
+    cache: Any,
+    names: Names,
+    most: float = _TOLERANCE,
+    pad: int = 0,
 ) -> bool:
     first, at, logits = found.parts[0], 0, []
     try:
         with quiet(model):
             whole = pair(names, cache)
             for part in found.ids.split(found.parts, dim=1):
-                logits.append(_forward(model, names, part, whole, at))
+                logits.append(_forward(model, names, part, whole, at, pad))
                 at += part.shape[1]
             # The logits of the first forward do not depend on a cache.
             return close(torch.cat(logits[1:], dim=1), found.logits[:, first:], model.dtype, most)
@@ -310,14 +337,20 @@ def pair(names: Names, cache: Any) -> Any:
 
 
 def _forward(
-    model: Any, names: Names, ids: torch.Tensor, cache: Any = None, at: int = 0
+    model: Any, names: Names, ids: torch.Tensor, cache: Any = None, at: int = 0, pad: int = 0
 ) -> torch.Tensor:
-    """Return the model's float32 logits, behind the `at` tokens of a cache if one is given."""
+    """Return the model's float32 logits, behind the `at` columns of a cache if one is given.
+
+    The first `pad` columns are padding.
+    """
     given = {names.ids: ids, "use_cache": cache is not None}
     if cache is not None:
         given[names.cache] = cache
-    if not names.counts:
-        given[names.positions] = torch.arange(at, at + ids.shape[1], device=ids.device)[None]
+    places = torch.arange(at + ids.shape[1], device=ids.device)[None]
+    if pad:
+        given[names.mask] = (places >= pad).long()
+    if not names.counts or (pad and names.positions in names.parameters):
+        given[names.positions] = (places[:, at:] - pad).clamp_min(0)
     out = model(**given, **encoder_inputs(model, names, len(ids)))
     logits = out.logits if getattr(out, "logits", None) is not None else out[0]
     return logits.detach().float()  # type: ignore[no-any-return]

@@ -155,9 +155,11 @@ class PaddedRunner:
         Returns:
             `[B, V]`: logits behind the last token of each.
         """
-        groups: dict[int, list[int]] = {}
+        door, groups = self._door, dict[int, list[int]]()
+        # Code may have come to the model since the trial.
+        alone = door.plan.by_column or door.alike_rows(len(seqs)) != "alike"
         for row, fresh in enumerate(tokens):
-            groups.setdefault(len(fresh), []).append(row)
+            groups.setdefault(-row if alone else len(fresh), []).append(row)
         caches = []
         for some in groups.values():
             base = max(seqs[row].length for row in some)
