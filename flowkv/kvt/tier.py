@@ -447,25 +447,25 @@ class CodecTier(OverTier):
         return hashlib.blake2b(self._namespace, digest_size=32, person=b"kvt current").digest()
 
     def _coder(
-        self, name: bytes, n_bytes: int, layout: PageLayout
+        self, name: bytes, n_bytes: int, layout: PageLayout, end_ns: int = 0
     ) -> tuple[PageCoder | None, bool]:
-        """Return the coder of a basis, read from the inner tier if need be, and if it is gone."""
+        """Return the coder of a basis, read from the inner tier by a time, and if it is gone."""
         if (known := self.bases.coder(name)) or self.bases.given or not 0 < n_bytes < 1 << 32:
             return known, known is None and self.bases.given
         with self._reading:
             if (known := self.bases.coder(name)) is not None:
                 return known, False
-            data = self._get(_basis_key(name), BASIS_LAYOUT, n_bytes)
+            data = self._get(_basis_key(name), BASIS_LAYOUT, n_bytes, end_ns)
             with suppress(ValueError):
                 if data is not None and digest(data) == name:
                     known = self.bases.add(PageCoder(layout, data))
                     self._held.add(name)
             return known, known is None and data is not None
 
-    def _get(self, key: bytes, layout: bytes, n_bytes: int) -> bytes | None:
+    def _get(self, key: bytes, layout: bytes, n_bytes: int, end_ns: int = 0) -> bytes | None:
         """Return a frame's body, empty if there is none; None if the tier does not say."""
         body = bytearray(n_bytes)
-        answer = self._await(self.inner.submit_load, Load(key, memoryview(body), layout))
+        answer = self._await(self.inner.submit_load, Load(key, memoryview(body), layout), end_ns)
         if answer.outcome is Outcome.FAILED:
             return None
         return bytes(body[: answer.n_bytes]) if answer.outcome is Outcome.HIT else b""
@@ -475,14 +475,15 @@ class CodecTier(OverTier):
         item = Store(key, info, memoryview(data))
         return self._await(self.inner.submit_store, item).outcome is Outcome.STORED
 
-    def _await(self, submit: Any, item: Load | Store) -> TierAnswer:
+    def _await(self, submit: Any, item: Load | Store, end_ns: int = 0) -> TierAnswer:
         reply, now_ns = queue.SimpleQueue[TierAnswer](), self._clock.now_ns()
-        one = _Asked(0, 0, item, now_ns, now_ns + round(_BASIS_S * 1e9), reply)
+        end_ns = min(end_ns or 1 << 62, now_ns + round(_BASIS_S * 1e9))
+        one = _Asked(0, 0, item, now_ns, end_ns, reply)
         if threading.current_thread() is self._reader:  # at the end, where no other thread works
             return one.answer(Outcome.FAILED, "closed")
         self._send(submit, [item], [one])
         try:
-            return reply.get(timeout=_BASIS_S + 1)
+            return reply.get(timeout=max(end_ns - now_ns, 0) / 1e9 + _POLL_S)
         except queue.Empty:
             return one.answer(Outcome.FAILED, "deadline")
 
@@ -634,8 +635,10 @@ class CodecTier(OverTier):
     ) -> None:
         if begun.acquire(blocking=False):
             with self._answering(one):
-                if one.job in self._cancelled:
-                    self._post(one, one.answer(Outcome.FAILED, "cancelled"))
+                late = self._clock.now_ns() >= one.end_ns
+                if late or one.job in self._cancelled:
+                    reason = "deadline" if late else "cancelled"
+                    self._post(one, one.answer(Outcome.FAILED, reason))
                 else:
                     work(one, *more)
 
@@ -759,7 +762,9 @@ class CodecTier(OverTier):
         form, answer = self.bases.by_raw[item.layout], one.answer(Outcome.MISS, "layout")
         coder, gone = None, True
         if head is not None:
-            coder, gone = self._coder(head.basis, head.basis_bytes, form.layout)
+            coder, gone = self._coder(head.basis, head.basis_bytes, form.layout, one.end_ns)
+        if coder is None and not gone:  # the tier below does not say
+            answer = one.answer(Outcome.FAILED, "deadline")
         layers, step = form.layout.layers, form.layout.stripe_stride_bytes
         count = item.stripes or layers - item.first
         if coder is not None and not 0 <= item.first < item.first + count <= layers:
@@ -798,9 +803,6 @@ class CodecTier(OverTier):
 
     def _encode(self, one: _Asked, coder: PageCoder, page: Any) -> None:
         item = one.item
-        if self._clock.now_ns() >= one.end_ns:
-            self._post(one, one.answer(Outcome.FAILED, "deadline"))
-            return
         step, known = item.info.stripe_bytes, item.digests
         if known is not None and digests(item.body, step) != bytes(known):
             # A device's copy went wrong, or changed: the coded page would have sound digests.

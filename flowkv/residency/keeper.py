@@ -25,7 +25,7 @@ from typing import Any
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
-from flowkv.core.errors import ConfigError, StateError
+from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.core.keys import tenant_salt
 from flowkv.core.reaper import REAPER
 from flowkv.observe.events import Bus, Closing, Evicted, Failed, Forgotten, Quarantined, Stored
@@ -379,20 +379,26 @@ class Keeper(Closing):
     def _erase(self, keys: Sequence[bytes]) -> int:
         """Erase frames from all tiers, and record that for others who share them."""
         with self._lock, self.logs.erasing() as failed:
-            for error in failed.values():
-                raise error
-            named, proven, most = set(keys), True, 0
+            named, proven, most, errors = set(keys), True, 0, [*failed.values()]
             for level in self._levels:
                 proven &= not self._withdraw(level, lambda store: store.key in named)
                 level.book.remove([key for key in keys if not level.storing[key]])
             for level in self._levels:
-                most = max(most, level.tier.erase(keys))
-                proven &= level.tier.writable
-            for log in self.logs.values():
-                for at in range(0, len(keys), MOST_KEYS):
-                    log.publish(keys[at : at + MOST_KEYS], proven=proven)
+                try:
+                    most = max(most, level.tier.erase(keys))
+                except StoreError as error:  # the other tiers erase all the same
+                    errors.append(error)
+                proven &= level.tier.writable and not errors
+            for log in (log for log in self.logs.values() if log.alone):
+                try:
+                    for at in range(0, len(keys), MOST_KEYS):
+                        log.publish(keys[at : at + MOST_KEYS], proven=proven)
+                except StoreError as error:
+                    errors.append(error)
             self._news += 1
-            return most
+        if errors:
+            raise StoreError("; ".join(error.problem for error in errors), errors[0].remedy)
+        return most
 
     def _make_room(self, level: _Level, need: int, kept: Collection[bytes] = ()) -> bool:
         """Evict by policy until `need` bytes fit; return False if they cannot."""

@@ -41,7 +41,6 @@ from flowkv.tiers.io.engine import (
     ThreadsEngine,
     allows_direct,
     read_file,
-    replace_file,
 )
 
 VERSION = 2
@@ -364,7 +363,8 @@ class _File:
             return
         body = bytes(self._digests + self._sums)
         try:
-            replace_file(FileIO(), str(self._manifest), xxhash.xxh3_128_digest(body) + body)
+            with replacing(self._manifest) as file:
+                file.write(xxhash.xxh3_128_digest(body) + body)
             self._fresh = False
         except OSError as error:
             warnings.warn(

@@ -245,7 +245,7 @@ class EmbeddingTable(Closing):
         self._at = np.full(1024, -1, np.int64)  # ledger's slot -> row of the pool
         self._lock = threading.Lock()
         self._counts = Counter(lookups=0, rows=0, hits=0, blocks=0, read_bytes=0)
-        self._blocked_s, self._open = 0.0, True
+        self._blocked_s, self._open, self._pid = 0.0, True, os.getpid()
         path = self._folder / said.table
         self._arena = Arena(staging)
         try:
@@ -270,8 +270,7 @@ class EmbeddingTable(Closing):
         found = np.empty((len(different), self.row_bytes), np.uint8)
         if len(different) and not 0 <= different[0] <= different[-1] < self.rows:
             raise IndexError("index out of range in self")
-        with self._lock:
-            self._check()
+        with self._alone():
             began_s, hits, blocks = time.perf_counter(), 0, 0
             for first in range(0, len(different), self._chunk):
                 part = slice(first, first + self._chunk)
@@ -294,8 +293,7 @@ class EmbeddingTable(Closing):
         """
         found = torch.empty(self.rows, self.width, dtype=self.dtype)
         target = found.view(torch.uint8).reshape(self.rows, -1).numpy()
-        with self._lock:
-            self._check()
+        with self._alone():
             step = self._at_once
             for first in range(0, self._said.blocks, step):
                 blocks = np.arange(first, min(first + step, self._said.blocks))
@@ -332,6 +330,8 @@ class EmbeddingTable(Closing):
 
     def close(self) -> None:
         """Close the file and free the memory. Safe to call again."""
+        if os.getpid() != self._pid:  # the lock may be held for ever
+            return
         with self._lock:
             fd, self._fd, self._open = self._fd, -1, False
             if fd < 0:
@@ -342,10 +342,17 @@ class EmbeddingTable(Closing):
 
     # ---- one look-up
 
-    def _check(self) -> None:
-        cover()
-        if not self._open:
-            raise StateError("the table is closed", "Load the model again, and attach the module")
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            problem = "the table was opened before a fork"
+            raise StateError(problem, "Load the model and attach the module in this process")
+        with self._lock:
+            cover()
+            if not self._open:
+                remedy = "Load the model again, and attach the module"
+                raise StateError("the table is closed", remedy)
+            yield
 
     def _rows_of(self, ids: NDArray[np.int64], found: NDArray[np.uint8]) -> tuple[int, int]:
         """Fill in distinct rows; return the rows found in memory, and the blocks read."""

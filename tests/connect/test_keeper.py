@@ -40,6 +40,7 @@ from tests.inside import (
     Quarantined,
     Quota,
     StateError,
+    StoreError,
     Tenants,
     realm_name,
     tenant_salt,
@@ -492,6 +493,29 @@ def test_what_one_keeper_erased_no_other_has(two: tuple[Caller, Caller]) -> None
     assert hits(reader, range(6)) == 5
     chained(owner, [3])  # computed anew
     assert hits(reader, range(6)) == 6
+
+
+def test_a_tier_that_cannot_erase_keeps_no_other_from_it(tmp_path: Path) -> None:
+    """The tiers behind it once kept the frames, and other keepers did not hear of it."""
+
+    class Stubborn(HostTier):
+        def erase(self, keys: Sequence[bytes]) -> int:
+            raise StoreError(f"{self.name} is stubborn", "Mend it")
+
+    path = tmp_path / "kv"
+    owner = Keeper([host(8, kind=Stubborn), DiskTier(path, 4 << 20)], lru)
+    with pytest.warns(UserWarning, match="owns"):
+        reader = Keeper([host(8), DiskTier(path, 4 << 20)], lru)
+    chained(owner.caller(), range(3))
+    assert hits(reader.caller(), range(3)) == 3
+    wait(lambda: all(in_memory(reader.caller(), range(3))))
+    for _ in range(2):
+        with pytest.raises(StoreError, match="host is stubborn"):
+            owner.caller().erase([key_of(n) for n in range(3)])
+        assert owner.levels[1].tier.contains([key_of(n) for n in range(3)]) == [False] * 3
+        assert hits(reader.caller(), range(3)) == 0
+    reader.close()
+    owner.close()
 
 
 def test_a_tenant_that_was_erased_leaves_every_tier(two: tuple[Caller, Caller]) -> None:

@@ -563,12 +563,45 @@ def test_nothing_is_left_of_a_basis_that_came_too_late(
     monkeypatch.setattr(kvt_tier, "_BASIS_S", -1.0)
     again = made(DiskTier(tmp_path, 64 << 20), basis=None)
     list(again.scan())
-    assert not again.bases.current and load(again, 2)[0].outcome is Outcome.MISS
+    assert not again.bases.current and load(again, 2)[0].outcome is Outcome.FAILED
     monkeypatch.undo()
     assert load(again, 2)[0].outcome is Outcome.HIT
     wait_for(lambda: not again._sent)
     assert not again._left
     again.close()
+
+
+@pytest.mark.parametrize("fault", ["late", "error"])
+def test_loads_wait_for_a_basis_no_longer_than_their_deadline(fault: str) -> None:
+    """Each waited half a minute, one after the other, and was unlisted as of another layout."""
+    engine = FaultyBackend()
+    store(made(RemoteTier(engine)))
+    tier = made(RemoteTier(engine), basis=None)
+    tier.bases.use({})  # unknown here, as after another process learned anew
+    here, own = kvt_tier._basis_key(CODER.name).hex(), engine.get
+
+    def get(name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
+        if name == here and fault == "late":
+            time.sleep(timeout_s)
+        if name == here:
+            raise TimeoutError if fault == "late" else ConnectionResetError
+        return own(name, offset, into, timeout_s)
+
+    engine.get = get  # type: ignore[method-assign]
+    whole, begun_s = LAYOUT.page_bytes, time.monotonic()
+    items = [
+        Load(key(n), memoryview(bytearray(whole)), LAYOUT.fingerprint(), COLD) for n in range(6)
+    ]
+    found = answers(tier, tier.submit_load(items, deadline_s=0.5), 6)
+    assert time.monotonic() - begun_s < 0.5 + 5
+    assert {(one.outcome, one.reason) for one in found} == {(Outcome.FAILED, "deadline")}
+    engine.get = own  # type: ignore[method-assign]
+    end_s = time.monotonic() + 20
+    while load(tier, 0)[0].outcome is not Outcome.HIT:  # once its breaker is closed
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
+    assert [load(tier, n)[0].outcome for n in range(6)] == [Outcome.HIT] * 6
+    tier.close()
 
 
 def test_a_basis_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,6 +298,28 @@ def test_a_closed_table_says_so(tmp_path: Path) -> None:
             use()
 
 
+def test_a_forked_child_never_waits_for_the_parents_lock(tmp_path: Path) -> None:
+    module = made(100, 16)
+    attached = flowkv.attach_embedding(module, disk=tmp_path / "t")
+    wanted = module(torch.tensor([3]))
+    with attached.table._lock:
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends a child that waits
+            signal.alarm(20)
+            refused = 0
+            for use in (attached.detach, lambda: module(torch.tensor([3]))):
+                try:
+                    use()
+                except StateError:
+                    refused += 1
+            attached.close()
+            os._exit(2 - refused)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(module(torch.tensor([3])), wanted)
+    attached.close()
+
+
 def test_what_would_write_to_rows_is_refused(tmp_path: Path) -> None:
     for options in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
         with pytest.raises(ConfigError, match="writes to its rows"):

@@ -28,6 +28,7 @@ from tests.inside import (
     UnnamedError,
     Weights,
     belady,
+    own_memory,
     weights_module,
 )
 from tests.interrupts import Tracer, chosen, collectable, free, places, run
@@ -202,6 +203,39 @@ def test_a_damaged_byte_is_found_by_a_later_process(tmp_path: Path) -> None:
             model(x)
     model(x)  # nothing is stuck
     weights.detach()
+
+
+def _read_one(path: Path, manifests: Path, name: str) -> Checkpoint:
+    found = Checkpoint(path, manifests)
+    layout = found.layout([found.tensors[name]])
+    memory = np.frombuffer(own_memory(layout.n_bytes), np.uint8)
+    found.fill(memory, layout, [found.tensors[name]])
+    return found
+
+
+def test_two_that_write_a_manifest_at_a_time_leave_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One wrote into the other's, so that damage of the file was found no more."""
+    path = tmp_path / "two.safetensors"
+    save_file({name: torch.randn(64, 64) for name in "ab"}, path)
+    first, other = (_read_one(path, tmp_path / "sums", name) for name in "ab")
+    saves = [other.save]
+
+    def sync(fd: int) -> None:
+        if saves:
+            saves.pop()()
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "fdatasync", sync)
+    first.save()
+    monkeypatch.undo()
+    again = Checkpoint(path, tmp_path / "sums")
+    known = [one._files[0]._digests for one in (first, other, again)]
+    assert known[2] in known[:2]
+    for one in (first, other, again):
+        one.close()
+    assert len(list((tmp_path / "sums").iterdir())) == 1
 
 
 def test_a_file_that_is_written_to_is_not_read_on(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ class Backend(Protocol):
 
     Every failure is an `OSError`: `TimeoutError` after the time limit, `PermissionError` if the
     engine refuses and will refuse again (never retried), one with `errno.ENOSPC` if it is full,
-    `ConnectionError` or any other if it may work another time.
+    `ConnectionError` or any other if it may work another time, with `errno.EAGAIN` if it did
+    nothing: behind another one it may still do what was asked.
 
     Attributes:
         name: Shown in statistics and errors, with the address and without secrets.

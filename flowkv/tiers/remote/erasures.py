@@ -55,7 +55,7 @@ class RemoteErasures:
         self._call, self._call_s, self._clock = call, call_s, clock
         self._lock, self._looking = threading.Lock(), threading.Lock()
         self._heard = list[Erased]()
-        self._seen: set[bytes] | None = None
+        self._seen = set[bytes]()
         self._mine: dict[bytes, tuple[Erased, int]] = {}
         self._again: list[tuple[int, Erased]] = []
         self.alone = False
@@ -112,8 +112,6 @@ class RemoteErasures:
             self._again.append((now_ns + round(AGAIN_S * 1e9), entry))
         try:
             self._call(self.look, 4 * self._call_s)
-            if self._seen is None or entry.lot not in self._seen:
-                raise OSError("it is not there")
         except OSError as error:
             raise StoreError(
                 f"{self.path} did not confirm the erasure for other nodes ({error})",
@@ -141,26 +139,34 @@ class RemoteErasures:
         with self._lock:
             self._mine = {lot: one for lot, one in self._mine.items() if one[1] > oldest_ns}
             mine, seen = {lot: one[0] for lot, one in self._mine.items()}, self._seen
-        lacking = mine.keys() - there.keys()
+        old, full = seen | mine.keys(), len(there) >= MOST_ENTRIES
+        lacking = (
+            mine.keys() - there.keys() - (seen if full else set())
+        )  # those made room for others
         if lacking or told is None:
             entries = [*there.values(), *(mine[lot] for lot in mine if lot in lacking)]
             self._write(entries[-MOST_ENTRIES:])
-        old = (seen or set()) | mine.keys()
         fresh = [entry for lot, entry in there.items() if lot not in old]
-        # If none of the known entries of others is left, an unknown number went with them.
-        theirs = (seen or set()) - mine.keys()
-        lost = told is None or (bool(theirs) and not theirs & there.keys())
+        # If none of the known entries of others is left, or one before the first of a full object
+        # may be unknown, an unknown number went with them.
+        theirs = seen - mine.keys()
+        gone = bool(theirs) and not theirs & there.keys()
+        lost = told is None or gone or (full and next(iter(there)) not in old)
         with self._lock:
             self._heard += [ALL] if lost else fresh
-            self._seen = {*there, *mine}
+            self._seen = {*there} | (seen & mine.keys())
 
     def due(self) -> list[Erased]:
-        """Return the erasures to repeat, as stores may have ended late; each once."""
+        """Return the erasures to repeat, as stores may have ended late, until `end_due`."""
         now_ns = self._clock.now_ns()
         with self._lock:
-            due = [erased for end_ns, erased in self._again if end_ns <= now_ns]
-            self._again = [one for one in self._again if one[0] > now_ns]
-        return due
+            self._again = [one for one in self._again if one[0] > now_ns - round(_KEPT_S * 1e9)]
+            return [erased for end_ns, erased in self._again if end_ns <= now_ns]
+
+    def end_due(self, due: list[Erased]) -> None:
+        """Record that these erasures were repeated."""
+        with self._lock:
+            self._again = [one for one in self._again if all(one[1] is not it for it in due)]
 
     def _read(self) -> dict[bytes, Erased] | None:
         """Return the entries of the object, none if it is missing; None if it is damaged."""

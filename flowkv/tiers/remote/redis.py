@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias, Unpack, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -164,7 +165,8 @@ def translated(error: Exception) -> OSError:
     other = code is not None and code[1] not in ("WRONGTYPE", "WRONGPASS")
     if isinstance(error, exceptions.ResponseError) and not (other or isinstance(error, temporary)):
         return PermissionError(errno.EACCES, text)
-    return ConnectionError(errno.EIO, text)
+    replied = isinstance(error, exceptions.ResponseError)  # the server did not do it
+    return ConnectionError(errno.EAGAIN if replied else errno.EIO, text)
 
 
 class Nodes:
@@ -203,8 +205,8 @@ class Nodes:
         """
         if not self.cluster:
             return self._pools[""]
-        with self._lock:
-            return self._node(self._connected().get_node_from_key(key))
+        with self._connected() as client:
+            return self._node(client.get_node_from_key(key))
 
     def all(self) -> list[ConnectionPool]:
         """Return connections to each server.
@@ -214,8 +216,8 @@ class Nodes:
         """
         if not self.cluster:
             return [self._pools[""]]
-        with self._lock:
-            return [self._node(node) for node in self._connected().get_primaries()]
+        with self._connected() as client:
+            return [self._node(node) for node in client.get_primaries()]
 
     def drop_slot_map(self) -> None:
         """Drop the slot map of the cluster, so that the next call asks for it."""
@@ -231,19 +233,22 @@ class Nodes:
             for pool in self._pools.values():
                 pool.disconnect()
 
-    def _connected(self) -> Any:
-        if self._client is None:
-            try:
-                self._client = RedisCluster.from_url(
-                    self._uri,
-                    retry=_ONCE,
-                    socket_timeout=CLUSTER_S,
-                    socket_connect_timeout=CLUSTER_S,
-                    **_FIXED,
-                )
-            except exceptions.RedisError as error:
-                raise ConnectionError(f"no node of the cluster answers ({error})") from error
-        return self._client
+    @contextmanager
+    def _connected(self) -> Iterator[Any]:
+        """Yield the client of the cluster."""
+        try:
+            with self._lock:
+                if self._client is None:
+                    self._client = RedisCluster.from_url(
+                        self._uri,
+                        retry=_ONCE,
+                        socket_timeout=CLUSTER_S,
+                        socket_connect_timeout=CLUSTER_S,
+                        **_FIXED,
+                    )
+                yield self._client
+        except (exceptions.RedisError, exceptions.RedisClusterException) as error:
+            raise ConnectionError(f"no node of the cluster answers ({error})") from error
 
     def _node(self, node: Any) -> ConnectionPool:
         if node is None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from enum import Enum
 from functools import cached_property, partial
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from flowkv.compiled import compiling
@@ -29,7 +30,7 @@ from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store,
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import Backend, RemoteLimits
-from flowkv.tiers.remote.erasures import RemoteErasures
+from flowkv.tiers.remote.erasures import AGAIN_S, RemoteErasures
 from flowkv.tiers.worker import Item, ThreadMemory, Workers, require_open
 
 __all__ = ["RemoteLimits", "RemoteTier"]
@@ -325,7 +326,7 @@ class Aside:
 
         Raises:
             TimeoutError: It takes longer, or too many calls hang.
-            OSError: As `work` does; or no thread can start.
+            OSError: As `work` does, whatever it raises; or no thread can start.
         """
         if not self._free.acquire(blocking=False):
             raise TimeoutError("earlier calls to the engine still hang")
@@ -345,8 +346,10 @@ class Aside:
         give: Callable[[], None]
         try:
             give = partial(answer.set_result, work())
-        except BaseException as error:  # passed on to the waiting caller
+        except OSError as error:  # passed on to the waiting caller
             give = partial(answer.set_exception, error)
+        except BaseException as error:  # a client library may raise anything
+            give = partial(answer.set_exception, OSError(f"{type(error).__name__}: {error}"))
         self._free.release()  # first, because the caller may call again once it has the answer
         give()
 
@@ -557,6 +560,7 @@ ABSENT_S = 1.0
 MOST_ABSENT = 1 << 14
 DELETES = 1000
 LISTED = 1000
+LATE_NS = round(AGAIN_S * 1e9)
 
 
 class RemoteTier:
@@ -627,7 +631,8 @@ class RemoteTier:
         )
         self._aside, self._pid, self._open = Aside(self.name), os.getpid(), True
         self._absent: dict[bytes, int] = {}
-        self._quiet_until_ns = 0
+        self._quiet_until_ns, self._looked_ns = 0, self._clock.now_ns()
+        self._doubtful: dict[bytes, int] = {}  # times of stores that failed, and may arrive late
         self._closing, self._wake = threading.Lock(), threading.Event()
         self._listed: Future[None] = Future()
         compiling.watch()  # imports numba, which must not begin in two threads at a time
@@ -734,7 +739,11 @@ class RemoteTier:
         strange = [key for key in keys if known.get(key) is None and not known.is_shunned(key)]
         gone = self.known.condemn(keys)
         try:
-            return gone + self._aside.call(lambda: self._remove(keys, strange, limit_s), limit_s)
+            gone += self._aside.call(lambda: self._remove(keys, strange, limit_s), limit_s)
+            since_ns = self._clock.now_ns() - LATE_NS
+            if late := sum(self._doubtful.get(key, since_ns) > since_ns for key in keys):
+                raise OSError(f"{late} failed stores may arrive until {AGAIN_S:g} s are over")
+            return gone
         except OSError as error:
             raise StoreError(
                 f"{self.name} did not confirm that {len(keys)} frames are gone ({error})",
@@ -808,7 +817,7 @@ class RemoteTier:
     def _list(self, told: dict[bytes, Fact]) -> None:
         facts: list[tuple[bytes, Fact]] = []
         look = self.known.look()
-        for name, n_bytes, stored_ns in self.backend.list(self.limits.call_s):
+        for name, n_bytes, stored_ns in islice(self.backend.list(self.limits.call_s), MOST_KNOWN):
             key = bytes.fromhex(name)
             fact = told.get(key)
             if fact is None or fact.n_bytes != n_bytes:  # a fact of an earlier frame of that key
@@ -817,6 +826,7 @@ class RemoteTier:
             if len(facts) == LISTED:
                 self.known.merge(facts, look)
                 facts.clear()
+                self._hear()
             if not self._open:
                 break
         self.known.merge(facts, look)
@@ -858,47 +868,59 @@ class RemoteTier:
 
     def _keep(self) -> None:
         """Run the tier's own thread: list, then delete, look for news and record."""
-        learnt = False
+        learn = self.learn
         try:
             self.learn()
-            learnt = True
+            learn = self.refresh
             self._listed.set_result(None)
         except BaseException as error:  # a client library may raise anything
             self._listed.set_exception(error)
-        looked_ns = self._clock.now_ns()
         while self._open:
             self._wake.wait(min(self.limits.every_s, 1.0))
             self._wake.clear()
             if not self._open or not self._ready():
                 continue
-            due = (self._clock.now_ns() - looked_ns) / 1e9 >= self.limits.every_s
-            try:
-                self._delete_condemned()
-                self.flush()
-                if due:
-                    looked_ns = self._clock.now_ns()
-                    self.refresh() if learnt else self.learn()
-                    learnt = True
-                    self._agree()
-            except Exception:  # a client library may raise anything, and this thread must go on
-                continue  # loads and stores find the failure themselves
+            news = (self._agree, learn) if self._due() else ()
+            for work in (*news, self._delete_condemned, self.flush):
+                with contextlib.suppress(BaseException):  # loads and stores find it themselves
+                    work()
+                    learn = self.refresh if work == self.learn else learn
         if self._ready():
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(BaseException):
                 self._delete_condemned()
                 self.flush()
 
     def _agree(self) -> None:
         """Read erasures by others, and repeat erasures for stores that ended late."""
+        since_ns = self._clock.now_ns() - LATE_NS
+        for key in [key for key, at_ns in [*self._doubtful.items()] if at_ns <= since_ns]:
+            self._doubtful.pop(key)
         if "erasure_log" not in vars(self):  # no cache has used it
             return
         self.erasure_log.look()
-        due = self.erasure_log.due()
-        if due:
-            self._list({})
-            self._describe(self.limits.open_s)
-        for erased in due:
-            self.known.condemn(erased.among(self._entries()))
-        self._delete_condemned()
+        if not (due := self.erasure_log.due()):
+            return
+        try:
+            self.survey()
+            self.erasure_log.end_due(due)
+        finally:
+            for erased in due:
+                named = {key for key, _ in self.known.facts() if erased.has(key)}
+                self.known.condemn(named | erased.among(self._entries()))
+            self._delete_condemned()
+
+    def _due(self) -> bool:
+        """Return True every `every_s` seconds, when news of others are to be read."""
+        now_ns = self._clock.now_ns()
+        due = now_ns - self._looked_ns >= self.limits.every_s * 1e9
+        self._looked_ns = now_ns if due else self._looked_ns
+        return due
+
+    def _hear(self) -> None:
+        """Read erasures by others within long work."""
+        if "erasure_log" in vars(self) and self._due():
+            with contextlib.suppress(OSError):
+                self.erasure_log.look()
 
     def _remove(self, keys: Sequence[bytes], strange: Sequence[bytes], timeout_s: float) -> int:
         """Delete frames and verify that they are gone; return how many unknown ones were there."""
@@ -927,6 +949,7 @@ class RemoteTier:
                 gone = True
             finally:
                 self.known.end_deletion(keys, gone=gone)
+            self._hear()
 
     def _describe(self, limit_s: float) -> None:
         """Read the headers of frames that are known only by name."""
@@ -1125,7 +1148,13 @@ class RemoteTier:
     def _put(self, item: Item, data: memoryview) -> None:
         def call(timeout_s: float) -> None:
             begun = self._clock.now_ns(), compiling.spent_ns()
-            self.backend.put(item.key.hex(), data, timeout_s)
+            try:
+                self.backend.put(item.key.hex(), data, timeout_s)
+            except BaseException as error:
+                refused = getattr(error, "errno", 0) in (*ANSWERS, errno.EAGAIN)
+                if not (refused or isinstance(error, PermissionError)):
+                    self._doubtful[item.key] = self._clock.now_ns()
+                raise
             self._learn(self.writing, len(data), begun, timeout_s)
 
         attempt(call, partial(self._left_s, item.deadline_ns), tries=self._tries())

@@ -20,8 +20,9 @@ class FaultyBackend:
     Faults: "error" (connection refused), "refuse" (no permission), "late" (its time passes, then a
     `TimeoutError`), "hang" (beyond its time, until `release`, then what was asked), "lost reply"
     (done, then an error), "truncate", "corrupt" (a bit), "garbage" (another object's bytes), "slow"
-    (a tenth of its time), "ignore" (a deletion that is confirmed and not done). `always` is what
-    happens when the plan has nothing. With a `clock`, what is late moves that and does not wait.
+    (a tenth of its time), "ignore" (a deletion that is confirmed and not done), "panic" (no
+    `OSError`). `always` is what happens when the plan has nothing. Each name of a listing takes
+    `pauses_s`. With a `clock`, what is late moves that and does not wait.
     """
 
     name = "faulty"
@@ -34,7 +35,7 @@ class FaultyBackend:
         self.calls: list[tuple[str, int]] = []
         self.closed = False
         self.clock: ManualClock | None = None
-        self.hanging = 0
+        self.hanging, self.pauses_s = 0, 0.0
         self._random, self._gate, self._lock = (
             random.Random(seed),
             threading.Event(),
@@ -100,6 +101,7 @@ class FaultyBackend:
         for name, data in found:
             if len(name) != 64:  # no frame, see `Backend.list`
                 continue
+            time.sleep(self.pauses_s)
             yield Listed(name, len(data), self.stored.get(name, 0))
 
     def close(self) -> None:
@@ -117,6 +119,8 @@ class FaultyBackend:
         if fault == "late":
             self.clock.advance(s=timeout_s) if self.clock else time.sleep(timeout_s)
             raise TimeoutError("the engine did not answer")
+        if fault == "panic":
+            raise LookupError("of the client library")
         if fault == "slow":
             time.sleep(timeout_s / 10)
         if fault == "hang":

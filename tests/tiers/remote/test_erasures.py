@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,15 @@ from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
 from tests.cache.fakes import Wrapped
 from tests.cache.toy import make_kv, published, simple
 from tests.clock import wait_for
-from tests.inside import AGAIN_S, MOST_ENTRIES, Erased, ManualClock, RemoteErasures, StoreError
+from tests.inside import (
+    AGAIN_S,
+    MOST_ENTRIES,
+    Erased,
+    ManualClock,
+    RemoteErasures,
+    StoreError,
+    realm_name,
+)
 from tests.tiers.frames import key_of, outcomes, put
 from tests.tiers.remote.faulty import FaultyBackend
 
@@ -102,6 +113,47 @@ def test_what_is_stored_late_is_erased_once_more() -> None:
     other.close()
 
 
+@pytest.mark.parametrize("fault", ["listing", "header"])
+def test_it_is_erased_once_more_as_soon_as_it_is_found(fault: str) -> None:
+    """An engine that failed just then once kept the frame for good."""
+    engine, clock = FaultyBackend(), ManualClock()
+    quiet = RemoteLimits(every_s=1e6)
+    tier, other = RemoteTier(engine, clock=clock, limits=quiet), RemoteTier(engine, limits=quiet)
+    told(tier.erasure_log, key_of(0), realms=[realm_name(key_of("tenant"), None)])
+    assert outcomes(put(other, [0, 1])) == [("stored", "")] * 2
+    clock.advance(s=AGAIN_S)
+    engine.plan = {"list": ["error"]} if fault == "listing" else {"get": ["", *["error"] * 4]}
+    with pytest.raises(StoreError):
+        tier._agree()
+    tier._agree()
+    assert key_of(0).hex() not in engine.objects and key_of(1).hex() not in engine.objects
+    gets = engine.count("list")
+    tier._agree()
+    assert engine.count("list") == gets, "once is enough"
+    tier.close()
+    other.close()
+
+
+@pytest.mark.parametrize("fault", ["deletions", "lists", "hidden"])
+def test_an_engine_that_fails_at_all_else_still_has_news(fault: str) -> None:
+    engine = FaultyBackend()
+    engine.objects = {f"{n:064x}": b"foreign" for n in range(20_000)}
+    if fault == "lists":
+        engine.pauses_s = 0.0003
+    tier = RemoteTier(engine, limits=RemoteLimits(every_s=0.05, open_s=0.05))
+    news = tier.erasure_log
+    if fault == "deletions":
+        engine.always["delete"] = "refuse"
+        tier.delete([bytes(32)])
+    elif fault == "hidden":
+        engine.always["list"] = "error"
+    told(log(engine), KEYS[0])
+    wait_for(news.changed, 2.0)
+    assert news.news().has(KEYS[0])
+    engine.release()
+    tier.close()
+
+
 def test_an_engine_that_does_not_confirm_it_is_named() -> None:
     engine = FaultyBackend()
     a = cache(engine)
@@ -166,3 +218,30 @@ def test_whatever_is_odd_is_taken_as_everything(harm: str) -> None:
     for one in (b, b):  # and it goes on
         one.look()
     assert not b.changed()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_all_hear_of_all_however_many_erase(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries that made room for others, before a node had seen them, were missed."""
+    monkeypatch.setattr("flowkv.tiers.remote.erasures.MOST_ENTRIES", 8)
+    engine, draw = FaultyBackend(), random.Random(seed)
+    nodes = [log(engine) for _ in range(3)]
+    lacks: list[set[bytes]] = [set() for _ in nodes]
+
+    def hears(number: int) -> None:
+        news, lack = nodes[number].news(), lacks[number]
+        lack -= {key for key in lack if news.everything or news.has(key)}
+
+    for n in range(80):
+        number, key = draw.randrange(3), bytes([n]) * 32
+        if draw.random() < 0.5:
+            told(nodes[number], key)
+            for other in {0, 1, 2} - {number}:
+                lacks[other].add(key)
+        else:
+            nodes[number].look()
+        hears(number)
+    for number in [*draw.sample(range(3), 3), *draw.sample(range(3), 3)]:
+        nodes[number].look()
+        hears(number)
+    assert lacks == [set()] * 3

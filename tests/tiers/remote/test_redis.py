@@ -193,6 +193,18 @@ def test_nobody_there_is_a_warning_and_then_misses(tmp_path: Path) -> None:
         server.stop()
 
 
+def test_a_cluster_that_does_not_answer_costs_misses() -> None:
+    """redis-py's errors of clusters are no `RedisError`: one reached whoever asked."""
+    with pytest.warns(UserWarning, match="no node of the cluster answers"):
+        tier = RedisTier("redis://127.0.0.1:9?cluster=true", limits=RemoteLimits(open_s=5.0))
+    assert tier.contains([key_of(1)]) == [False]
+    done = [outcomes(get(tier, [n]))[0] for n in range(4)]
+    assert {reason for _, reason in done} == {"ConnectionError", "breaker"}
+    with pytest.raises(StoreError, match="no node"):
+        tier.erase([key_of(1)])
+    tier.close()
+
+
 def test_a_frozen_server_costs_deadlines_and_nothing_else(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server, opened(server.uri) as tier:
         stored(tier, range(8))

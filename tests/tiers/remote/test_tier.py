@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from itertools import repeat
 
 import pytest
 
@@ -18,12 +19,14 @@ from flowkv.tiers import Completion, Header, Load, Outcome, Store
 from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
 from tests.clock import wait_for
 from tests.inside import (
+    AGAIN_S,
     HUGE_BYTES,
     UNBOUNDED,
     BreakerState,
     ConfigError,
     Fact,
     Known,
+    Listed,
     ManualClock,
     StateError,
     StoreError,
@@ -426,6 +429,54 @@ def test_erase_is_proven(engine: FaultyBackend, tier: RemoteTier) -> None:
     assert time.monotonic() - start < QUICK.erase_s + LATE_S
     engine.release()
     other.close()
+
+
+@pytest.mark.parametrize("fault", ["error", "lost reply", "late"])
+def test_erase_waits_for_stores_that_may_still_arrive(engine: FaultyBackend, fault: str) -> None:
+    """One that was answered with an error, or not at all, was carried out after the proof."""
+    clock = engine.clock = ManualClock()
+    tier = steady(open_tier(engine, clock=clock))
+    engine.plan["put"] = [fault] * 4
+    assert outcomes(put(tier, [0])) != [("stored", "")]
+    engine.plan.clear()
+    engine.plan["put"] = ["lost reply"]
+    stored(tier, [1])
+    for _ in range(2):
+        with pytest.raises(StoreError, match="2 failed stores may arrive"):
+            tier.erase([key_of(0), key_of(1), key_of(2)])
+    assert tier.erase([key_of(2)]) == 0
+    clock.advance(s=AGAIN_S)
+    put(other := open_tier(engine), [0])
+    other.close()
+    assert tier.erase([key_of(0), key_of(1), key_of(2)]) == 1 and not engine.objects
+    tier.close()
+
+
+def test_a_library_that_raises_anything_costs_a_miss(
+    engine: FaultyBackend, tier: RemoteTier
+) -> None:
+    stored(tier, [0])
+    engine.always = dict.fromkeys(("get", "put", "delete", "exists", "list"), "panic")
+    assert tier.contains([key_of(1)]) == [False]
+    assert outcomes(get(tier, [0]))[0][0] == outcomes(put(tier, [1]))[0][0] == "failed"
+    for work in (tier.survey, lambda: tier.erase([key_of(0)])):
+        with pytest.raises(StoreError, match="of the client library"):
+            work()
+    engine.release()
+    assert hits(tier, [0]) == 0, "condemned"
+    stored(tier, [0])
+    assert hits(tier, [0]) == 1
+
+
+def test_a_listing_without_end_is_ended(
+    engine: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowkv.tiers.remote.tier.MOST_KNOWN", 5000)
+    monkeypatch.setattr(engine, "list", lambda timeout_s: map(Listed, repeat("ab" * 32), repeat(1)))
+    tier = open_tier(engine)
+    wait_for(tier._listed.done, 10.0)
+    assert len(tier.known) == 1
+    tier.close()
 
 
 def test_capacity_counts_what_is_there(
