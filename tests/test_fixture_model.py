@@ -124,7 +124,7 @@ def through_cache(model: torch.nn.Module, damage: Damage) -> Logits:
 @pytest.mark.parametrize("damage", [zeroed, of_another_row, values_of_other_tokens])
 def test_one_lost_far_page_shows(model: torch.nn.Module, logits: Logits, damage: Damage) -> None:
     def measure(candidate: Logits) -> CopyBits:
-        return second_copy_bits(candidate, windows=32, period=PERIOD)
+        return second_copy_bits(candidate, windows=16, period=PERIOD)
 
     whole = measure(through_cache(model, intact))
     lost = measure(through_cache(model, damage))
