@@ -32,7 +32,7 @@ QUEUED = pytest.StashKey[object]()
 THOROUGH = """
 bench/test_blend.py bench/test_mass.py bench/test_overflow.py
 bench/test_perplexity.py bench/test_policy.py bench/test_quality.py bench/test_restarts.py
-bench/test_restore_cuda.py bench/test_restore_emulated.py bench/test_restore_protocol.py
+bench/test_restore_emulated.py bench/test_restore_protocol.py
 bench/test_restore_table.py bench/test_restore_torch.py bench/test_serve_load.py
 bench/test_serve_measures.py bench/test_serve_rows.py bench/test_sparsified.py
 bench/test_sparsify.py

@@ -12,8 +12,7 @@ over poisoned memory; a case that answers wrongly is reported and not timed. Cal
 CUDA graphs, as engines do, and replayed in turn over the sets; times are medians, from events.
 Ceilings are measured in the same run: reading and copying device memory, to and from pinned memory,
 and a bfloat16 matrix product. FlashInfer and vLLM's kernel run where they can be imported
-(`bench/gpu/vllm_shim.py`); what is absent is skipped with a sentence. Restores run last, beside
-their lower bound; `python -m bench restore --engine cuda --full` is all of their protocol.
+(`bench/gpu/vllm_shim.py`); what is absent is skipped with a sentence.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from bench.gpu.cold import cold
 from bench.gpu.machine import Machine
 from bench.gpu.moves import moves, seals, streamed
 from bench.gpu.remade import remade
-from bench.gpu.restores import restores
 from bench.gpu.transfers import transfers
 
 Job = tuple[str, Callable[[Machine], Iterable[dict[str, Any]]]]
@@ -32,7 +31,6 @@ def jobs(machine: Machine) -> Iterator[Job]:
     yield "transcode", seals
     yield "cold", cold
     yield "stream", lambda machine: [streamed(machine)]
-    yield "restore", restores
 
 
 def compare(results: list[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,7 @@ CODECS = ("kv8", "k8v4", "kv4c", "kv4h")
 FIRST = (A, *(f"{A} {c}" for c in CODECS), "prefill 1 x 2k", "prefill 1 x 16k", "transcode")
 FIRST = (*FIRST, "transfers", B, *(f"{B} {c}" for c in CODECS), "moves", "cold")
 """Cases that the table shows: they come before all others."""
-LEFT_OUT = {"restore"}
-"""Jobs that take minutes by themselves."""
-UNMEASURED = {*LEFT_OUT, "transfers", "stream"}
+UNMEASURED = {"transfers", "stream"}
 """Those that compile nothing that others do not."""
 COMPILING = ("attached", "engine", "codecs", "pressure", "batch")
 """Parts with a model that compile something; what they take then is told, too."""
@@ -83,7 +81,7 @@ def kernels(machine: Machine) -> Iterator[Row]:
     yield {"case": "ceilings", **machine.measure_limits()}
     results: list[Row] = []
     end_s = time.perf_counter() + 0.8 * SECONDS["kernels"]
-    for name, job in ordered(machine, LEFT_OUT):
+    for name, job in ordered(machine):
         if time.perf_counter() > end_s:
             yield {"case": name, "failed": "There was no time left."}
             continue
@@ -95,7 +93,7 @@ def kernels(machine: Machine) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
-def ordered(machine: Machine, without: set[str]) -> list[tuple[str, Any]]:
+def ordered(machine: Machine, without: Collection[str] = ()) -> list[tuple[str, Any]]:
     place = {name: number for number, name in enumerate(FIRST)}
     found = [job for job in jobs(machine) if job[0] not in without]
     found.sort(key=lambda job: place.get(job[0], len(place)))

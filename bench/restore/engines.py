@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.restore.protocol import Engine
 from flowkv.core.errors import ConfigError
 
-ENGINES = ("virtual", "emulated", "cpu", "cuda")
+ENGINES = ("virtual", "emulated", "cpu")
 
 
 def make_engine(name: str, *, full: bool = False) -> Engine:
@@ -13,10 +13,10 @@ def make_engine(name: str, *, full: bool = False) -> Engine:
 
     Args:
         name: Of `ENGINES`.
-        full: Whether it plays every row of the protocol, as often as that says.
+        full: Whether the virtual and emulated ones play every row of the protocol.
 
     Raises:
-        ConfigError: If there is none of that name, or this machine has no such device.
+        ConfigError: If there is none of that name.
     """
     if name == "virtual":
         from bench.restore.modelled import Virtual
@@ -26,8 +26,8 @@ def make_engine(name: str, *, full: bool = False) -> Engine:
         from bench.restore.modelled import Emulated
 
         return Emulated(full=full)
-    if name in ("cpu", "cuda"):
-        from bench.restore.real import Cuda, Processor
+    if name == "cpu":
+        from bench.restore.real import Processor
 
-        return Cuda(full=full) if name == "cuda" else Processor(full=full)
+        return Processor()
     raise ConfigError(f"there is no engine {name!r}", f"Use {', '.join(ENGINES)}")

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from flowkv.core.errors import ConfigError
-from flowkv.sim.restore import SHAPES, Decoder
+from flowkv.sim.restore import Decoder
 
 SMALL = MappingProxyType(
     {
@@ -28,9 +28,6 @@ SMALL = MappingProxyType(
     }
 )
 """Shapes that a processor restores while one waits."""
-
-DECODERS = MappingProxyType({**SMALL, **SHAPES})
-"""All shapes, by name."""
 
 VOCABULARY = 256
 """Tokens that there are. Few: embedding and head are not what is measured."""
@@ -54,56 +51,44 @@ class _Layer:
 class _Maker:
     """Makes weights that keep the size of what goes through them."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-        self.device, self.dtype = device, dtype
-        self._generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, *size: int) -> torch.Tensor:
-        x = torch.empty(size, dtype=self.dtype, device=self.device)
-        return x.normal_(0.0, size[-2] ** -0.5, generator=self._generator)
+        return torch.empty(size).normal_(0.0, size[-2] ** -0.5, generator=self._generator)
 
 
 class Model:
-    """A decoder with random weights.
+    """A decoder with random weights, in fp32 on the processor.
 
     Args:
         shape: Its shape.
-        device: Where it computes.
-        dtype: In what.
         positions: Most tokens of a prompt, answer included.
         seed: Of the weights.
     """
 
-    def __init__(
-        self,
-        shape: Decoder,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        positions: int,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, shape: Decoder, *, positions: int, seed: int = 0) -> None:
         if shape.heads % shape.kv_heads or shape.head_dim % 2:
             raise ConfigError(
                 f"{shape.heads} query heads do not share {shape.kv_heads} heads of "
                 f"{shape.head_dim} numbers",
                 "Make heads a multiple of kv_heads, and head_dim even",
             )
-        self.shape, self.device, self.dtype = shape, device, dtype
-        make = _Maker(device, dtype, seed)
+        self.shape = shape
+        make = _Maker(seed)
         self._embedding = make(VOCABULARY, shape.width) * VOCABULARY**0.5
         self._head = make(shape.width, VOCABULARY)
         self._layers = [_Layer(shape, make) for _ in range(shape.layers)]
         half = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
         turns = torch.arange(positions, dtype=torch.float64)[:, None] * _THETA**-half
-        self._cos = turns.cos().to(device, dtype)[:, None]
-        self._sin = turns.sin().to(device, dtype)[:, None]
+        self._cos = turns.cos().float()[:, None]
+        self._sin = turns.sin().float()[:, None]
 
     def empty_kv(self, tokens: int) -> torch.Tensor:
         """Room for keys and values, `[L, T, 2, Hk, D]`, full of NaN: unwritten cells show."""
         shape = self.shape
         size = shape.layers, tokens, 2, shape.kv_heads, shape.head_dim
-        return torch.full(size, torch.nan, dtype=self.dtype, device=self.device)
+        return torch.full(size, torch.nan)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """What the first layer is given, `[T, d]`, for int64 tokens `[T]`."""
@@ -152,7 +137,7 @@ class Model:
             gate, up = (h @ weights.gate_up).chunk(2, -1)
             return (functional.silu(gate) * up) @ weights.down
         chosen = torch.topk(h @ weights.router, self.shape.experts, dim=-1)
-        share = torch.softmax(chosen.values.float(), -1).to(h.dtype)
+        share = torch.softmax(chosen.values, -1)
         expert, order = torch.sort(chosen.indices.flatten(), stable=True)
         ids = torch.arange(len(weights.down), device=h.device)
         ends = torch.searchsorted(expert, ids, right=True).to(torch.int32)

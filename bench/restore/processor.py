@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+
+import torch
 
 from bench.restore.canvas import Canvas
 from bench.restore.device import Clock, Done, Ended, rest
-from bench.restore.store import Mark, Store
 from flowkv.policy.restore import Op, RestoreLoad
 
 BURST_S = 0.002
@@ -18,20 +19,18 @@ class Processor:
 
     Args:
         canvases: By number of the request.
-        share: Of the time, what it computes in; others have the rest.
 
     Attributes:
         ahead: See `Device`.
     """
 
-    def __init__(self, canvases: Mapping[int, Canvas], share: float = 1.0) -> None:
-        self._canvases, self._share, self.ahead = canvases, share, 1
+    def __init__(self, canvases: Mapping[int, Canvas]) -> None:
+        self._canvases, self.ahead = canvases, 1
 
     def begin(self, op: Op, clock: Clock) -> Done:
         assert not isinstance(op, RestoreLoad)
         start_s = clock()
         self._canvases[op.request].compute(op)
-        rest(start_s + (clock() - start_s) / self._share, clock)
         return Done(Ended(start_s, clock()))
 
 
@@ -40,7 +39,7 @@ class Link:
 
     Args:
         canvases: Where to, by number of the request.
-        stores: Where from, likewise, in order of the request's sources.
+        kept: Where from, likewise: `[L, N, 2, Hk, D]`.
         bytes_per_s: Limit of the link; None for none.
         fails: Loads that fail; what they were to bring is not written.
     """
@@ -48,25 +47,26 @@ class Link:
     def __init__(
         self,
         canvases: Mapping[int, Canvas],
-        stores: Mapping[int, Sequence[Store]],
+        kept: Mapping[int, torch.Tensor],
         bytes_per_s: float | None = None,
         fails: Callable[[RestoreLoad], bool] | None = None,
     ) -> None:
-        self._canvases, self._stores = canvases, stores
+        self._canvases, self._kept = canvases, kept
         self._bytes_per_s, self._fails, self._free_s = bytes_per_s, fails, 0.0
 
-    def copy(self, op: RestoreLoad, mark: Callable[[], Mark]) -> bool:
-        """Copies an op's cells; whether they came. See `Store.fill` for `mark`."""
-        ok = self._fails is None or not self._fails(op)
+    def copy(self, op: RestoreLoad) -> bool:
+        """Copies an op's cells; whether they came."""
+        ok, where = self._fails is None or not self._fails(op), slice(*op.tokens)
         if ok:
-            self._stores[op.request][op.source].fill(self._canvases[op.request].kv, op, mark)
+            for layer in range(*op.layers):  # tokens of a layer lie side by side: one copy each
+                self._canvases[op.request].kv[layer, where] = self._kept[op.request][layer, where]
         return ok
 
     def slot(self, op: RestoreLoad, now_s: float) -> tuple[float, float]:
         """When the limit has a load begin and end that the link is given now."""
         if self._bytes_per_s is None:
             return now_s, now_s
-        cell_bytes = self._stores[op.request][op.source].cell_bytes
+        cell_bytes = self._kept[op.request][0, 0].nbytes
         late = now_s - self._free_s < BURST_S
         start_s = self._free_s if late else now_s
         seconds = op.layers.size * op.tokens.size * cell_bytes / self._bytes_per_s
@@ -91,10 +91,6 @@ class Copier:
         assert isinstance(op, RestoreLoad)
         start_s = clock()
         _, due_s = self._link.slot(op, start_s)  # the copy is part of the time that a load takes
-        ok = self._link.copy(op, _at_once)
+        ok = self._link.copy(op)
         rest(due_s, clock)
         return Done(Ended(start_s, clock(), ok))
-
-
-def _at_once() -> Mark:
-    return lambda: None

@@ -18,7 +18,6 @@ GROUPS = {
     "virtual": "On the virtual clock",
     "emulated": "On emulated devices",
     "cpu": "On this processor",
-    "cuda": "On this GPU",
 }
 """What the groups of findings are about: engines."""
 
@@ -33,7 +32,6 @@ def promises(rows: Sequence[Row]) -> list[Finding]:
         "virtual": _virtual,
         "emulated": _emulated,
         "cpu": _cpu,
-        "cuda": _cuda,
     }
     found = []
     for engine in dict.fromkeys(row.engine for row in rows):
@@ -118,21 +116,6 @@ def _cpu(rows: Sequence[Row]) -> list[Finding]:
     return [figure, *_right(rows, "cpu")]
 
 
-def _cuda(rows: Sequence[Row]) -> list[Finding]:
-    paper = _part(rows, "paper")
-    worst, cuts = _worst(paper, _others), _cuts(paper)
-    on, group = f"{len(by_cell(paper))} cells", "cuda"
-    return [
-        _finding("over the fastest other, at worst", on, 1.02, worst, group=group),
-        _finding(
-            "cut of the time, of what the bound allows, least",
-            *(on, 0.9, min(cuts, default=None), _range(cuts), "at least"),
-            group=group,
-        ),
-        *_right(rows, group),
-    ]
-
-
 def _right(rows: Sequence[Row], group: str) -> list[Finding]:
     """Whether what was restored is what a full prefill gives, under every policy."""
     exact = [row for row in rows if row.codec == "raw" and row.error is not None]
@@ -144,16 +127,6 @@ def _right(rows: Sequence[Row], group: str) -> list[Finding]:
         _finding("largest difference from a full prefill", on, _TOLERANCE, worst, group=group),
         _finding("runs with another first token", on, 0.0, other, group=group),
     ]
-
-
-def _cuts(rows: Sequence[Row]) -> list[float]:
-    """Of what the bound allows to save of the better of the two ends, what is saved."""
-    found = []
-    for cell in _with(rows, OURS):
-        ends = _ends(cell)
-        if ends and min(ends) > cell[OURS].bound_s:
-            found.append((min(ends) - cell[OURS].ttft_s) / (min(ends) - cell[OURS].bound_s))
-    return found
 
 
 # ---- parts of these

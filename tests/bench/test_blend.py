@@ -17,6 +17,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_prompt_is_scored_by_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blend, "LEAST", 120)
     monkeypatch.setattr(blend, "MOST", 150)
+    few = {name: blend.RULES[name] for name in ("nothing", "first:16", "values:0.3", "random:0.15")}
+    monkeypatch.setattr(blend, "RULES", few)
     loaded = SimpleNamespace(encode=lambda text: list(text.encode()))
     (case,) = blend.cases(loaded, 1)
     text = bytes(case.prompt)

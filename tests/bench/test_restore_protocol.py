@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from bench.__main__ import main
 from bench.restore import protocol
@@ -24,7 +22,7 @@ from bench.restore.protocol import (
     measure_restores,
     paper_cells,
 )
-from bench.restore.real import Cuda, Processor, cuda_cells
+from bench.restore.real import Processor
 from bench.restore.row import OURS, Bounds, Cell, Label, Outcome, Row
 from flowkv.policy.restore import RestoreRequest, Source, Span
 from flowkv.sim.restore import GPUS, SHAPES, Modelled
@@ -269,16 +267,12 @@ def test_a_processor_restores_the_same_numbers_under_every_policy() -> None:
 
 
 def test_a_processors_links_are_as_fast_as_its_computing_allows() -> None:
-    quick, full = Processor(), Processor(full=True)
-    for engine in (quick, full):
-        engine._calibrated = known  # type: ignore[method-assign]
-        engine._engine = lambda cell: Prompted  # type: ignore[assignment,method-assign]
-    some, all_of_it = list(quick.cells()), list(full.cells())
-    assert {c.model for c in some} == {"small", "wide"} and set(some) <= set(all_of_it)
-    assert [c.gbps for c in some[:2]] == [3.4, 0.84], "load/recompute of .25 and 1"
-    assert {c.link for c in all_of_it} == {"limited", "memory", "disk"}
-    assert {c.compute_share for c in all_of_it} == {0.125, 0.5, 1.0}
-    assert full.repetitions == 5 and quick.repetitions == 3
+    engine = Processor()
+    engine._calibrated = known  # type: ignore[method-assign]
+    engine._engine = lambda cell: Prompted  # type: ignore[assignment,method-assign]
+    cells = list(engine.cells())
+    assert [c.model for c in cells] == ["small"] * 2 + ["wide"] * 2
+    assert [c.gbps for c in cells[:2]] == [3.4, 0.84], "load/recompute of .25 and 1"
 
 
 class Prompted:
@@ -299,23 +293,6 @@ def known(cell: Cell) -> Modelled:
 
     shape, gpu = next(iter(SHAPES.values())), next(iter(GPUS.values()))
     return OneSecond(shape, gpu, 1.0)
-
-
-def test_cells_of_a_gpu_need_each_model_and_prompt_once() -> None:
-    cells = cuda_cells("m", "g", 6144, full=True)
-    assert set(cuda_cells("m", "g", 6144, full=False)) < set(cells)
-    assert len(set(cells)) == len(cells)
-    prompts = [(c.suffix, c.link == "disk", c.codecs) for c in cells]
-    changes = sum(a != b for a, b in itertools.pairwise(prompts))
-    assert changes == len(set(prompts)) - 1
-    parts = {"paper", "pcie", "links", "busy", "suffix", "precision", "disk"}
-    assert {c.part for c in cells} == parts
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_no_gpu_is_told() -> None:
-    with pytest.raises(ConfigError, match="no CUDA device"):
-        Cuda()
 
 
 # ---- the command

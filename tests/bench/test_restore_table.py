@@ -155,17 +155,6 @@ def test_real_restores_must_be_right_under_every_policy() -> None:
     assert {f.source for f in found} == {"measured"}
 
 
-def test_a_gpu_is_judged_by_what_the_bound_allows() -> None:
-    real = {"engine": "cuda", "label": "measured"}
-    rows = [
-        *(row(OURS, 1.1, **real), row("load", 2.0, **real), row("cake", 1.2, **real)),
-        *(row(OURS, 1.3, tokens=2, **real), row("recompute", 3.0, tokens=2, **real)),
-    ]
-    found = figure(promises(rows), "cut of the time")
-    assert found.measured == pytest.approx(0.85) and found.met is False
-    assert figure(promises(rows[:3]), "cut of the time").measured == pytest.approx(0.9)
-
-
 def test_engines_are_judged_apart() -> None:
     rows = [row(OURS, 1.0), row(OURS, 5.0, engine="emulated", label="emulated")]
     assert {f.group for f in promises(rows)} == {"virtual", "emulated"}

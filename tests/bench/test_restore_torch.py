@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from bench.restore.canvas import Canvas
 from bench.restore.device import stopwatch
-from bench.restore.encoded import EncodedStore
-from bench.restore.model import DECODERS, SMALL, Model
-from bench.restore.processor import BURST_S, Copier, Link, Processor
-from bench.restore.store import FileStore, HostStore, Ring
+from bench.restore.model import SMALL, Model
+from bench.restore.processor import BURST_S, Copier, Link
 from bench.restore.torch_engine import Prompt, TorchEngine
 from flowkv.policy.restore import Compute, Measured, RestoreLoad, RestoreRequest, Span, Suffix
-from tests.inside import ConfigError, Decoder, StoreError
+from tests.inside import ConfigError, Decoder
 from tests.policy.restore.verifier import Caps, verify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CPU = torch.device("cpu")
 DEEP = Decoder("deep", 6, 48, 4, 2, 12, 64)
 EXPERTS = Decoder("experts", 3, 32, 4, 1, 16, 16, experts=2)
 EVEN_S = 0.03
@@ -46,7 +39,7 @@ def rate(requests: list[RestoreRequest], seconds: float = EVEN_S) -> float:
 def check(engine: TorchEngine, policy: str, caps: Caps | None = None, **options: Any) -> Any:
     requests = options.pop("requests", None) or engine.requests()
     run = engine.restore(make_restore_policy(policy), requests=requests, **options)
-    verify(requests, run.timeline, caps or Caps(loads={"link": 1, "disk": 1}))
+    verify(requests, run.timeline, caps or Caps(loads={"link": 1}))
     for request in requests:
         assert engine.error(request.number) < 1e-3
         assert engine.same_tokens(request.number)
@@ -65,12 +58,12 @@ def experts() -> TorchEngine:
 
 @pytest.fixture(scope="module")
 def fixture() -> TorchEngine:
-    return engine_of(DECODERS["fixture"], Prompt(1024, 70))
+    return engine_of(SMALL["fixture"], Prompt(1024, 70))
 
 
 @pytest.fixture(scope="module")
 def wide() -> TorchEngine:
-    return engine_of(DECODERS["wide"], Prompt(320, 40))
+    return engine_of(SMALL["wide"], Prompt(320, 40))
 
 
 @pytest.mark.parametrize("policy", RESTORE_POLICIES)
@@ -84,7 +77,7 @@ def test_what_is_restored_is_what_a_full_prefill_computes(
 
 def test_with_calibrated_costs(deep: TorchEngine) -> None:
     bytes_per_s, (request,) = rate(deep.requests()), deep.requests()
-    costs = deep.calibrated(bytes_per_s=bytes_per_s, share=0.5)
+    costs = deep.calibrated(bytes_per_s=bytes_per_s)
     cells = request.layers * request.tokens
     assert costs.load_s(request, 0, cells) >= 0.9 * EVEN_S  # a link is no faster than its limit
     assert costs.suffix_s(request) > 0
@@ -121,14 +114,6 @@ def test_several_at_once(policy: str) -> None:
     assert set(run.ttft_s) == {0, 1, 2}
 
 
-@pytest.mark.parametrize("policy", RESTORE_POLICIES)
-def test_from_a_file(policy: str, tmp_path: Path) -> None:
-    engine = engine_of(DEEP, Prompt(384, 16), folder=tmp_path)
-    check(engine, policy)
-    engine.close()
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_is_not_restored_shows(deep: TorchEngine) -> None:
     check(deep, "load", bytes_per_s=rate(deep.requests()))
     deep.canvases[0].kv[3, 100, 1, 0, 5] = torch.nan
@@ -148,7 +133,7 @@ def test_wrong_keys_give_other_tokens(fixture: TorchEngine) -> None:
 
 @pytest.mark.parametrize("shape", [DEEP, EXPERTS, SMALL["fixture"]], ids=lambda s: s.name)
 def test_pieces_of_a_prefill_are_the_prefill(shape: Decoder) -> None:
-    model = Model(shape, CPU, torch.float32, positions=300)
+    model = Model(shape, positions=300)
     tokens = torch.randint(256, (290,))
     whole, pieces = model.empty_kv(290), Canvas(model, tokens, 256)
     scores = model.forward(tokens, whole, 0)
@@ -167,7 +152,7 @@ def test_pieces_of_a_prefill_are_the_prefill(shape: Decoder) -> None:
 
 
 def test_causal() -> None:
-    model = Model(DEEP, CPU, torch.float32, positions=300)
+    model = Model(DEEP, positions=300)
     tokens = torch.randint(256, (200,))
     kv, other = model.empty_kv(200), model.empty_kv(200)
     model.forward(tokens, kv, 0)
@@ -179,16 +164,16 @@ def test_causal() -> None:
 
 def test_heads_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 query heads"):
-        Model(Decoder("odd", 1, 16, 3, 2, 8, 16), CPU, torch.float32, positions=8)
+        Model(Decoder("odd", 1, 16, 3, 2, 8, 16), positions=8)
     with pytest.raises(ConfigError, match="no prefix"):
         TorchEngine(DEEP, [Prompt(0, 8)])
 
 
 def test_a_link_keeps_to_its_limit_and_to_no_less() -> None:
     kv = torch.randn(2, 256, 2, 2, 16)
-    model = Model(Decoder("d", 2, 32, 2, 2, 16, 32), CPU, torch.float32, positions=260)
+    model = Model(Decoder("d", 2, 32, 2, 2, 16, 32), positions=260)
     canvas = Canvas(model, torch.zeros(260, dtype=torch.int64), 256)
-    link = Link({0: canvas}, {0: [HostStore(kv)]}, bytes_per_s=kv.nbytes / 0.08)
+    link = Link({0: canvas}, {0: kv}, bytes_per_s=kv.nbytes / 0.08)
     copier, clock = Copier(link), stopwatch()
     for stop in range(256, 0, -32):
         copier.begin(RestoreLoad(0, Span(0, 2), Span(stop - 32, stop)), clock).wait()
@@ -199,113 +184,10 @@ def test_a_link_keeps_to_its_limit_and_to_no_less() -> None:
     assert link.slot(RestoreLoad(0, Span(0, 2), Span(0, 256)), at)[1] >= at - BURST_S + 0.0799
 
 
-class Slow:
-    """Stands in for a canvas: a computation of at least 5 ms."""
-
-    def compute(self, op: object) -> None:
-        time.sleep(0.005)
-
-
 def test_what_a_failed_load_was_to_bring_is_not_written() -> None:
     kv = torch.randn(2, 64, 2, 2, 16)
-    model = Model(Decoder("d", 2, 32, 2, 2, 16, 32), CPU, torch.float32, positions=64)
+    model = Model(Decoder("d", 2, 32, 2, 2, 16, 32), positions=64)
     canvas = Canvas(model, torch.zeros(64, dtype=torch.int64), 64)
-    link = Link({0: canvas}, {0: [HostStore(kv)]}, fails=lambda op: True)
+    link = Link({0: canvas}, {0: kv}, fails=lambda op: True)
     assert not Copier(link).begin(RestoreLoad(0, Span(0, 2), Span(0, 64)), stopwatch()).wait().ok
     assert canvas.kv.isnan().all()
-
-
-def test_a_share_of_the_processor() -> None:
-    processor = Processor({0: Slow()}, share=0.25)  # type: ignore[dict-item]
-    clock = stopwatch()
-    start_s, end_s, ok = processor.begin(Suffix(0, 0), clock).wait()
-    assert ok
-    assert clock() >= end_s >= start_s + 0.02
-
-
-def test_a_file_is_read_through_a_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv, unit, read, asked = torch.randn(3, 200, 2, 2, 8), 16, os.preadv, []
-    cell, waited, given = kv[0, 0].nbytes, [], []
-
-    def mark() -> Callable[[], None]:
-        given.append(len(given))
-        return lambda number=given[-1]: waited.append(number)
-
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        asked.append((offset // cell, len(buffers[0]) // cell, list(waited)))
-        return read(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    store = FileStore(tmp_path / "kv", kv, Ring(40 * cell, 2), unit)
-    assert store.cell_bytes == cell
-    restored = torch.full_like(kv, torch.nan)
-    store.fill(restored, RestoreLoad(0, Span(1, 3), Span(112, 200)), mark)
-    assert torch.equal(restored[1:, 112:], kv[1:, 112:])
-    assert restored[0].isnan().all()
-    assert restored[:, :112].isnan().all()
-    # A buffer holds two units, and is filled again once its copy is over.
-    starts = [(200 * layer + first, n) for layer in (1, 2) for first, n in ((112, 32), (144, 32))]
-    starts.insert(2, (376, 24))
-    assert [(first, n) for first, n, _ in asked] == [*starts, (576, 24)]
-    assert [n for _, _, n in asked] == [[], [], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
-    (tmp_path / "kv").write_bytes(b"short")
-    with pytest.raises(StoreError, match="ends early"):
-        store.fill(restored, RestoreLoad(0, Span(0, 1), Span(0, 16)), mark)
-    store.close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_files_that_cannot_be(tmp_path: Path) -> None:
-    kv = torch.randn(1, 64, 2, 1, 8)
-    with pytest.raises(StoreError, match="cannot be written"):
-        FileStore(tmp_path / "none" / "kv", kv, Ring(1 << 16, 1), 64)
-    with pytest.raises(ConfigError, match="do not fit a buffer"):
-        FileStore(tmp_path / "kv", kv, Ring(1 << 10, 1), 64)
-
-
-def test_direct_reads_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv, read, asked = torch.randn(2, 192, 2, 2, 32), os.preadv, []
-    store = FileStore(tmp_path / "kv", kv, Ring(64 * kv[0, 0].nbytes, 1), 64)
-
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        address = np.frombuffer(buffers[0], np.uint8).ctypes.data
-        asked.extend((address % 4096, len(buffers[0]) % 4096, offset % 4096))
-        return read(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    restored = torch.full_like(kv, torch.nan)
-    store.fill(restored, RestoreLoad(0, Span(0, 2), Span(0, 192)), lambda: lambda: None)
-    assert torch.equal(restored, kv)
-    assert asked == [0] * 18
-    store.close()
-
-
-@pytest.mark.parametrize(("codec", "within"), [("kv8", 0.03), ("kv4c", 0.4)])
-def test_sealed_pages_are_decoded_where_they_belong(codec: str, within: float) -> None:
-    kv = torch.randn(3, 66 * 64, 2, 2, 64)
-    store = EncodedStore(kv, codec, 64)
-    assert store.cell_bytes < {"kv8": 0.6, "kv4c": 0.4}[codec] * kv[0, 0].nbytes
-    restored = torch.full_like(kv, torch.nan)
-    for layers, tokens in (((0, 3), (4096, 4224)), ((0, 1), (64, 4096)), ((1, 3), (0, 4096))):
-        store.fill(restored, RestoreLoad(0, Span(*layers), Span(*tokens)), lambda: lambda: None)
-    assert restored[0, :64].isnan().all()
-    restored[0, :64] = kv[0, :64]
-    assert (restored - kv).abs().max() < within
-
-
-def test_precision_is_a_choice() -> None:
-    engine = engine_of(DECODERS["wide"], Prompt(128, 16), codecs=("raw", "kv8", "kv4c"))
-    (request,) = engine.requests()
-    raw, eight, four = (source.cell_bytes for source in request.sources)
-    assert raw > eight > four
-    slow = engine.calibrated(bytes_per_s=rate([request]) / 8)  # decoding takes none of the time
-    times = [slow.load_s(request, source, 256) for source in range(3)]
-    assert times == sorted(times, reverse=True)
-    costs = engine.calibrated(bytes_per_s=rate([request]))
-    one = msgspec.structs.replace(request, sources=request.sources[:1])
-    check(engine, "load", requests=[one])
-    run = engine.restore(make_restore_policy("flowkv"), Measured(costs), bytes_per_s=1e7)
-    verify([request], run.timeline, Caps(loads={"link": 1}))
-    assert engine.error(0) < 1.0  # whichever it chose
-    with pytest.raises(ConfigError, match="no whole number of pages"):
-        engine_of(DECODERS["wide"], Prompt(330, 8), codecs=("kv8",))

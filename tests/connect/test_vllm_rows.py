@@ -134,8 +134,15 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Rows]]:
         one.tier.shutdown()
 
 
-@pytest.mark.parametrize("named", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
-@pytest.mark.parametrize(("ranks", "blocks"), [(1, 1), (2, 1), (1, 4), (2, 2)])
+PARTS = [(1, 1), (2, 1), (1, 4), (2, 2)]
+CUT = [  # each order of axes with two ways to cut pages, each way with two orders or three
+    (named, *PARTS[(number + more) % 4])
+    for number, named in enumerate(["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
+    for more in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("named", "ranks", "blocks"), CUT)
 def test_a_later_process_finds_keys_and_values(
     make: Callable[..., Rows], basis_of: Callable[..., str], named: str, ranks: int, blocks: int
 ) -> None:

@@ -1,11 +1,13 @@
-"""A process that attaches a model and forks; run as `python -m tests.hooks.forked CASE DIRECTORY`.
+"""Processes that attach a model and fork: `python -m tests.hooks.forked DIRECTORY CASE...`.
 
-Of its own, since a child of the tests' process would wait for threads that torch had there.
+Each case is a child of a process that has imported what all need, and has started no thread: a
+child of the tests' process would wait for threads that torch had there.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import sys
@@ -39,7 +41,7 @@ def in_child(work: Callable[[], None]) -> None:
     if child == 0:
         try:
             work()
-        except BaseException:
+        except Exception:
             traceback.print_exc()
             os._exit(1)
         sys.exit(0)  # finalizers and all
@@ -140,8 +142,11 @@ def run(case: str, directory: Path) -> None:
     assert torch.equal(answer(model, ids), theirs)
     assert case == "hybrid" or kv.stats()["tokens_reused"] >= 48
     kv.close()
-    print("well")
+    print(case)
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], Path(sys.argv[2]))
+    for name in sys.argv[2:]:
+        place = Path(sys.argv[1], name)
+        place.mkdir()
+        in_child(functools.partial(run, name, place))

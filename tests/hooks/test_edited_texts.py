@@ -54,10 +54,15 @@ def texts_of(model: Any, kv: flowkv.KV) -> list[KnownText]:
     return list(history.texts.values())
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_every_kind_of_edit_is_exact_where_all_is_computed_again(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [pytest.param(name, [*EDITS][n % 3 :: 3], id=name) for n, name in enumerate(MADE)],
+)
+def test_every_kind_of_edit_is_exact_where_all_is_computed_again(
+    name: str, chosen: list[str]
+) -> None:
     model = MADE[name]()
-    for prompt in EDITS.values():
+    for prompt in (EDITS[edit] for edit in chosen):
         exact = last(model, prompt)
         with editing(model, 1.0) as kv:
             last(model, FORMER)

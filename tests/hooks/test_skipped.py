@@ -48,11 +48,18 @@ def answer(model: Any, way: dict[str, Any], back: int) -> Any:
         model.model.layers = cut.layers
 
 
+WAYS: list[dict[str, int]] = [{}, {"num_beams": 3}, {"num_return_sequences": 2}]
+BACK = (4, 9, 99)
+CASES = [  # every two of way, model, graphs and length meet
+    (way, name, graphs, BACK[(w + n + graphs) % 3])
+    for w, way in enumerate(WAYS)
+    for n, name in enumerate(("llama", "falcon_h1", "qwen3_next"))
+    for graphs in (False, True)
+]
+
+
 @pytest.mark.filterwarnings("ignore:FlowKV")
-@pytest.mark.parametrize("back", [4, 9, 99])
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", ["llama", "falcon_h1", "qwen3_next"])
-@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"num_return_sequences": 2}])
+@pytest.mark.parametrize(("way", "name", "graphs", "back"), CASES)
 def test_layers_that_are_skipped_and_come_back(
     name: str, way: dict[str, Any], graphs: bool, back: int
 ) -> None:

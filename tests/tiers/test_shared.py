@@ -294,7 +294,7 @@ def hunt(directory: Path, points: int, seed: int) -> None:
 
 
 def test_random_damage_to_memory_in_use(tmp_path: Path) -> None:
-    hunt(tmp_path, 80, 1)
+    hunt(tmp_path, 40, 1)
 
 
 @pytest.mark.slow
