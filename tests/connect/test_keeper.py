@@ -508,7 +508,7 @@ def test_a_tier_that_cannot_erase_keeps_no_other_from_it(tmp_path: Path) -> None
         reader = Keeper([host(8), DiskTier(path, 4 << 20)], lru)
     chained(owner.caller(), range(3))
     assert hits(reader.caller(), range(3)) == 3
-    wait(lambda: all(in_memory(reader.caller(), range(3))))
+    wait_for(lambda: all(in_memory(reader.caller(), range(3))))
     for _ in range(2):
         with pytest.raises(StoreError, match="host is stubborn"):
             owner.caller().erase([key_of(n) for n in range(3)])
