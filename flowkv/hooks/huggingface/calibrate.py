@@ -166,13 +166,13 @@ class Calibrator:
             )
         return {"kept": 1.0, **measured}
 
-    def judge(self, tokens: Any, bases: PageBases) -> Scores:
-        """Return what pages coded by the bases in use change in another text."""
+    def judge(self, tokens: Any, coders: dict[int, PageCoder]) -> Scores:
+        """Return what coded pages, by layer group, change in another text."""
         ids = torch.from_numpy(as_tokens(tokens).astype(np.int64))
         count = self._cut(len(ids))
         windows = [ids[n * self.window : (n + 1) * self.window] for n in range(count)]
         with self._door.aside(), quiet(self._model):
-            return self._judged(bases.current, self._exact(windows))
+            return self._judged(coders, self._exact(windows))
 
     def _exact(self, windows: list[torch.Tensor]) -> list[_Exact]:
         """Return windows with the caches of their prompts and the predictions behind them."""
