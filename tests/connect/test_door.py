@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +16,7 @@ from flowkv.connect import Keeper
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
 from flowkv.tiers import Load, Store
+from tests.connect.stuck import Stuck
 from tests.inside import Announced, Faults, Holds, HostTier, Jobs, Lookup
 from tests.tiers.frames import LAYOUT, body_of, info_of, key_of, stored
 
@@ -92,18 +93,8 @@ def test_a_name_that_is_none_is_absent(keeper: Keeper) -> None:
     assert lookup.found == [False, False]
 
 
-class Far(HostTier):
-    """A place that says it is far away, and is asked in vain."""
-
-    kind = "remote"
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        time.sleep(1.0)
-        return [True] * len(keys)
-
-
 def test_a_look_up_waits_for_its_deadline_alone() -> None:
-    tier = FlakyTier(Far(1 << 20), 1, Faults(latency_s=1e6))
+    tier = FlakyTier(Stuck(1 << 20), 1, Faults(latency_s=1e6))
     with Keeper([tier], lambda kind, capacity_bytes: make_policy("lru")) as keeper:
         holds = Holds(keeper.caller())
         lookup = Lookup(holds, [NAMES[0]], 0.05)

@@ -55,6 +55,7 @@ from tests.tiers.frames import (
     stored,
 )
 from tests.tiers.wraps import bfloat16
+from tests.waiting import until
 
 SIZE = 8192
 FRAME = HostTier(1 << 20).frame_bytes(SIZE)
@@ -79,13 +80,6 @@ def caller() -> Iterator[Caller]:
     keeper = Keeper([host(8)], lru)
     yield keeper.caller()
     keeper.close()
-
-
-def wait(until: Callable[[], object], within_s: float = 60.0) -> None:
-    end = time.monotonic() + within_s
-    while not until():
-        assert time.monotonic() < end
-        time.sleep(0.0005)
 
 
 # ---- the protocol
@@ -135,21 +129,21 @@ def test_a_directory_of_a_keeper_that_is_garbage_is_taken_over(
     heir = DiskTier(tmp_path / "kv", 1 << 20, exclusive=True)
     assert heir.contains(list(map(key_of, names))) == [True] * len(names)
     heir.close()
-    wait(lambda: not any(thread.is_alive() for thread in threads))
+    until(lambda: not any(thread.is_alive() for thread in threads))
 
 
 def asked() -> threading.Thread:
     """The thread that asks for a keeper, which is gone."""
     keeper = Keeper([host(8, "far", FarTier)], lru)
     caller = keeper.caller()
-    wait(lambda: lookup(caller, [1]) == [False])
+    until(lambda: lookup(caller, [1]) == [False])
     assert keeper._asker is not None
     return keeper._asker
 
 
 def test_a_thread_that_asks_ends_with_its_keeper() -> None:
     asker = asked()
-    wait(lambda: gc.collect() >= 0 and not asker.is_alive())
+    until(lambda: gc.collect() >= 0 and not asker.is_alive())
 
 
 def test_a_keeper_of_flaky_tiers_never_lies() -> None:
@@ -204,7 +198,7 @@ def test_a_far_tier_whose_client_fails_has_nothing() -> None:
     keeper = Keeper([host(8, "far", BrokenTier)], lru)
     caller = keeper.caller()
     for request in ("r", "s"):
-        wait(lambda request=request: lookup(caller, [1], request) == [False])  # type: ignore[misc]
+        until(lambda request=request: lookup(caller, [1], request) == [False])  # type: ignore[misc]
     keeper.close()
 
 
@@ -389,7 +383,7 @@ def test_a_far_tier_is_asked_without_waiting() -> None:
     keeper.levels[1].book.remove([key_of("theirs")])  # as if others had stored it since
     caller = keeper.caller()
     assert lookup(caller, ["theirs", "nobody's"]) == [None, None]
-    wait(lambda: lookup(caller, ["theirs", "nobody's"]) == [True, False])
+    until(lambda: lookup(caller, ["theirs", "nobody's"]) == [True, False])
     assert hits(caller, ["theirs"]) == 1
     keeper.close()
 
@@ -404,7 +398,7 @@ def test_what_one_tier_lost_comes_from_the_next_and_comes_back() -> None:
     stored(caller, range(10))
     assert (sum(near.contains([key_of(n) for n in range(10)])), len(list(far.scan()))) == (4, 10)
     assert hits(caller, [0]) == 1
-    wait(lambda: near.contains([key_of(0)])[0])
+    until(lambda: near.contains([key_of(0)])[0])
     far.delete([key_of(0)])
     assert hits(caller, [0]) == 1
     keeper.close()
@@ -495,7 +489,7 @@ def test_what_one_keeper_erased_no_other_has(two: tuple[Caller, Caller]) -> None
     owner, reader = two
     chained(owner, range(6))
     assert hits(reader, range(6)) == 6
-    wait(lambda: all(in_memory(reader, range(6))))
+    until(lambda: all(in_memory(reader, range(6))))
     assert owner.erase([key_of(3)]) == 1
     keys = [key_of(name) for name in range(6)]
     assert reader.lookup(keys, "r") == [True] * 3 + [False] + [True] * 2
@@ -510,7 +504,7 @@ def test_a_tenant_that_was_erased_leaves_every_tier(two: tuple[Caller, Caller]) 
     stored(owner, ["a"], tenant=key_of("alice"))
     stored(owner, ["b"], tenant=key_of("bob"))
     assert hits(reader, ["a", "b"]) == 2
-    wait(lambda: all(in_memory(reader, ["a", "b"])))
+    until(lambda: all(in_memory(reader, ["a", "b"])))
     log = ErasureLog(owner.keeper.levels[1].tier.erasure_log)
     with log.erasing():
         log.publish(realms=[realm_name(key_of("alice"), None)])
@@ -566,7 +560,7 @@ def test_what_was_under_way_when_it_was_erased_does_not_come_back(tmp_path: Path
     disk.erase = erase
     go.set()
     answers(caller, stores, 1)
-    wait(lambda: not any(level.flights for level in keeper.levels))
+    until(lambda: not any(level.flights for level in keeper.levels))
     assert hits(caller, ["a", "b"]) == 0
     assert list(caller.scan()) == []
     log.close()
@@ -609,7 +603,7 @@ def test_who_cannot_look_at_once_finds_nothing_until_it_has() -> None:
     assert caller.lookup([key_of("a"), key_of("b")], None) == [False, False]
     assert caller.contains([key_of("a"), key_of("b")]) == [False, False]
     go.set()
-    wait(lambda: not keeper.levels[0].sweeps)
+    until(lambda: not keeper.levels[0].sweeps)
     assert (hits(caller, ["a"]), hits(caller, ["b"])) == (0, 1)
     keeper.close()
 
@@ -804,7 +798,7 @@ class KeeperMachine(RuleBasedStateMachine):
     @precondition(lambda self: not any(self.owed))
     @invariant()
     def the_book_says_what_is_there(self) -> None:
-        wait(lambda: not self.under_way())
+        until(lambda: not self.under_way())
         for level in self.keeper.levels:
             assert set(level.book) == {entry.key for entry in level.tier.scan()}
             assert not level.incoming_bytes
@@ -838,7 +832,7 @@ def test_leases_hold_in_every_tier_that_gets_the_frame() -> None:
         leases = {key_of(one): asked for one in leased}
         (answer,) = answers(caller, caller.submit_load([load], leases=leases), 1)
         assert answer.outcome is Outcome.HIT
-    wait(lambda: all(near.contains([key_of("kept"), key_of("plain")])))
+    until(lambda: all(near.contains([key_of("kept"), key_of("plain")])))
     for n in range(12):
         stored(caller, [n])
     assert near.contains([key_of("kept"), key_of("plain")]) == [True, False]

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import queue
 import select
+import shutil
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from flowkv.connect import Keeper
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
 from flowkv.tiers.disk import DiskTier
+from tests.connect.stuck import Stuck
 from tests.inside import (
     BasisFile,
     ConfigError,
@@ -39,6 +41,7 @@ from tests.inside import (
     save_basis,
 )
 from tests.kvt.pages import Source, group, layout, learner
+from tests.waiting import until
 
 if importlib.util.find_spec("lmcache") is None:
     pytest.skip("LMCache is not installed", allow_module_level=True)
@@ -149,13 +152,6 @@ def serde_of(codec: str) -> dict[str, Any] | None:
     return {"codec": codec, "head_dim": DIM} if codec else None
 
 
-def copied(source: Path, to: Path) -> Path:
-    to.mkdir()
-    for file in source.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
 def flip(directory: Path, n: int) -> None:
     """One bit of a chunk's values, wherever it lies."""
     needle = values_of(n).view(torch.uint8).numpy().tobytes()[:64]
@@ -170,7 +166,7 @@ def flip(directory: Path, n: int) -> None:
 
 
 def test_another_process_finds_all_of_it(written: Callable[[str], Path], tmp_path: Path) -> None:
-    one = manager(copied(written(""), tmp_path / "kv"))
+    one = manager(shutil.copytree(written(""), tmp_path / "kv"))
     try:
         found = read(one)
     finally:
@@ -183,7 +179,7 @@ def test_another_process_finds_all_of_it(written: Callable[[str], Path], tmp_pat
 def test_a_flipped_bit_stops_at_its_chunk(
     written: Callable[[str], Path], tmp_path: Path, damaged: int
 ) -> None:
-    directory = copied(written(""), tmp_path / "kv")
+    directory = shutil.copytree(written(""), tmp_path / "kv")
     flip(directory, damaged)
     one = manager(directory)
     try:
@@ -200,7 +196,7 @@ def test_a_flipped_bit_stops_at_its_chunk(
 def test_other_weights_find_nothing(
     written: Callable[[str], Path], tmp_path: Path, change: dict[str, str]
 ) -> None:
-    one = manager(copied(written(""), tmp_path / "kv"), **change)
+    one = manager(shutil.copytree(written(""), tmp_path / "kv"), **change)
     try:
         assert read(one) == []
     finally:
@@ -211,7 +207,7 @@ def test_other_weights_find_nothing(
 def test_another_process_decodes_what_the_serde_made(
     written: Callable[[str], Path], tmp_path: Path, codec: str, most: float
 ) -> None:
-    one = manager(copied(written(codec), tmp_path / "kv"), serde_of(codec))
+    one = manager(shutil.copytree(written(codec), tmp_path / "kv"), serde_of(codec))
     try:
         found = read(one)
     finally:
@@ -224,7 +220,7 @@ def test_another_process_decodes_what_the_serde_made(
 def test_a_serde_finds_nothing_of_what_was_stored_without_it(
     written: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    one = manager(copied(written(""), tmp_path / "kv"), serde_of("kv8"))
+    one = manager(shutil.copytree(written(""), tmp_path / "kv"), serde_of("kv8"))
     try:
         assert read(one) == []
     finally:
@@ -317,13 +313,6 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Client]]:
     for one in made:
         one.close()
         one.close()  # safe again
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def over(monkeypatch: pytest.MonkeyPatch, *tiers: Any) -> None:
@@ -512,16 +501,6 @@ def test_a_tier_that_fails_brings_misses_and_no_wrong_byte(
         for n, (hit, target) in enumerate(zip(served, targets, strict=True), round_):
             assert not hit or torch.equal(target, values_of(n)), "WRONG BYTES"
     assert 5 <= hits < 40
-
-
-class Stuck(HostTier):
-    """Answers nothing, and says that it is far away."""
-
-    kind = "remote"
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        time.sleep(1.0)
-        return [True] * len(keys)
 
 
 def test_a_place_that_hangs_costs_its_deadline(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import torch
 from flowkv.connect import Keeper
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
+from tests.connect.stuck import Stuck
 from tests.inside import ConfigError, Faults, HostTier
 
 if importlib.util.find_spec("sglang") is None:
@@ -58,19 +60,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], P
     return of
 
 
-def copied(source: Path, to: Path) -> Path:
-    to.mkdir()
-    for file in source.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
 @pytest.fixture
 def control(tmp_path: Path, written: Callable[[str, bool], Path]) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def one(layout: str, v1: bool, damaged: int | None = None, **options: Any) -> Any:
-        directory = copied(written(layout, v1), tmp_path / "kv")
+        directory = shutil.copytree(written(layout, v1), tmp_path / "kv")
         if damaged is not None:
             flip(directory, damaged, sg.host_pool(layout))
         made.append(sg.controller(sg.config(directory, v1=v1, **options), layout))
@@ -372,16 +367,6 @@ def test_a_tier_that_fails_brings_misses_and_no_wrong_byte(
             one.put(range(n, n + 6))
             hits += sum(one.get(range(n, n + 6)))
         assert 5 <= hits < 36
-
-
-class Stuck(HostTier):
-    """Answers nothing, and says that it is far away."""
-
-    kind = "remote"
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        time.sleep(1.0)
-        return [True] * len(keys)
 
 
 def test_a_place_that_hangs_costs_its_deadline(

@@ -30,6 +30,7 @@ from tests.hooks import test_images as images
 from tests.hooks.chat import tiny_chat
 from tests.hooks.compare import attached
 from tests.inside import CacheControl, errors, serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(
     not is_serve_available(), reason="the packages of `transformers serve` are not installed"
@@ -244,21 +245,14 @@ def test_a_client_that_leaves_frees_its_pages(servers: tuple[Server, Server], st
     gone = ours.metric("finished_total")
     body = {"messages": [turn("go on")], "max_tokens": 3000, "temperature": 0, "stream": stream}
     link = ours.connect("POST", "/v1/chat/completions", body)
-    wait_for(lambda: ours.metric("open_sequences") == 1)
+    until(lambda: ours.metric("open_sequences") == 1)
     if stream:
         assert link.getresponse().read(20)
     link.sock.close() if link.sock else link.close()
     link.close()
-    wait_for(lambda: ours.metric("open_sequences") == 0)
+    until(lambda: ours.metric("open_sequences") == 0)
     assert ours.metric("finished_total") == gone + 1
     assert 'finished_total{reason="cancelled"}' in ours.send("GET", "/metrics")[1]
-
-
-def wait_for(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_draws_and_stops_are_those_of_the_plain_server(servers: tuple[Server, Server]) -> None:
@@ -307,7 +301,7 @@ def test_options_that_the_engine_lacks_go_through_generate(
     assert [content(answer) for answer in answers] == [wanted, wanted]
     assert cached(answers[0]) == 0 < cached(answers[1])
     assert ours.metric("engine_steps_total") == steps
-    wait_for(lambda: ours.metric("open_sequences") == 0)
+    until(lambda: ours.metric("open_sequences") == 0)
 
 
 def test_a_refused_request_holds_no_pages(servers: tuple[Server, Server]) -> None:

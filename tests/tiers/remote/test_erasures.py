@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from tests.cache.toy import make_kv, published, simple
 from tests.inside import AGAIN_S, MOST_ENTRIES, Erased, ManualClock, RemoteErasures, StoreError
 from tests.tiers.frames import key_of, outcomes, put
 from tests.tiers.remote.faulty import FaultyBackend
+from tests.waiting import until
 
 P = [1] * 24
 KEYS = [bytes([n]) * 32 for n in range(1, 80)]
@@ -39,13 +38,6 @@ def heard(one: RemoteErasures) -> Erased:
     return news
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 20.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 def cache(engine: FaultyBackend, **limits: float) -> KV:
     tier = RemoteTier(engine, name="pool", limits=RemoteLimits(every_s=0.05, **limits))
     return make_kv(simple(), pages=16, tiers=[Wrapped(tier)])
@@ -60,12 +52,12 @@ def test_other_nodes_hear_of_it_within_the_bound(how: str) -> None:
     a, b = cache(engine), cache(engine)
     published(a, P)
     assert a.flush()
-    wait_for(lambda: b.warm(P) == 24)
+    until(lambda: b.warm(P) == 24)
     if how == "prompt":
         assert a.forget(P) == 3
     else:
         assert (a.forget(tenant="") if how == "tenant" else a.invalidate()) == 3
-    wait_for(b.planner.store.stack.erasure_logs.outdated)
+    until(b.planner.store.stack.erasure_logs.outdated)
     with b.open([*P, 0]) as seq:
         assert seq.reused == 0
     a.close()
@@ -87,7 +79,7 @@ def test_what_was_erased_before_a_cache_began_is_no_news(tmp_path: Path) -> None
     assert a.flush()
     a.close()
     b, looks = beside(engine), engine.count("get")
-    wait_for(lambda: engine.count("get") > looks + 3)
+    until(lambda: engine.count("get") > looks + 3)
     with b.open([*P, 0]) as seq:
         assert seq.reused == 24
     b.close()

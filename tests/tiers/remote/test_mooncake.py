@@ -24,6 +24,7 @@ from .servers_mooncake import MooncakeCluster, binary, mooncake_cluster
 binary()  # skips the module where the store does not run
 
 from tests.inside import Mooncake, MooncakeTier  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 EVER_S = 20.0
 BRIEF = RemoteLimits(threads=2, close_s=0.5, open_s=5.0)
@@ -48,13 +49,6 @@ def opened(uri: str, limits: RemoteLimits = BRIEF) -> Iterator[MooncakeTier]:
         yield tier
     finally:
         tier.close()
-
-
-def until(true: object) -> None:
-    end_s = time.monotonic() + EVER_S
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
 
 
 @pytest.mark.usefixtures("briefly")

@@ -18,11 +18,10 @@ from flowkv.testing import check_tier
 from flowkv.tiers import Load, Outcome, Store, open_tier
 from flowkv.tiers.remote.tier import RemoteLimits
 from tests.inside import ConfigError, Redis, RedisTier, StoreError, parse_place, parse_size
+from tests.waiting import until
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .servers_redis import RedisServer, redis_server
-
-EVER_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +45,6 @@ def opened(uri: str, **options: object) -> Iterator[RedisTier]:
         yield tier
     finally:
         tier.close()
-
-
-def until(true: object) -> None:
-    end_s = time.monotonic() + EVER_S
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("briefly")

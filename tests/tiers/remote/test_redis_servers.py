@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import pytest
 
 from flowkv.tiers import Outcome
 from tests.inside import RedisTier, StoreError
+from tests.waiting import until
 
 from ..frames import get, hits, key_of, outcomes, stored
 from .faulty_redis import FaultyRedis
 from .servers_redis import RedisServer, redis_server
-
-EVER_S = 60.0
 
 
 @contextlib.contextmanager
@@ -27,13 +25,6 @@ def opened(uri: str) -> Iterator[RedisTier]:
         yield tier
     finally:
         tier.close()
-
-
-def until(true: object) -> None:
-    end_s = time.monotonic() + EVER_S
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def test_passwords(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.inside import (
     StoreError,
     pack_header,
 )
+from tests.waiting import until
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .faulty import FaultyBackend, steady
@@ -72,13 +73,6 @@ def store_one(tier: Tier, name: object, deadline_s: float) -> Completion:
     answer = answers(tier, tier.submit_store([wish], deadline_s=deadline_s), 1)[0]
     assert time.monotonic() - start < deadline_s + LATE_S, "answered too late"
     return answer
-
-
-def wait_for(condition: object, within_s: float = 60.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def reopened(tier: Tier) -> Tier:
@@ -129,7 +123,7 @@ def test_a_hung_engine_costs_three_deadlines(engine: FaultyBackend) -> None:
     assert (engine.count("get"), engine.count("put")) == (calls, 4), "an open breaker asks nobody"
     assert tier.contains([key_of(0)]) == [False], "what cannot be loaded is not promised"
     engine.release()
-    wait_for(lambda: tier.state is BreakerState.HALF_OPEN)
+    until(lambda: tier.state is BreakerState.HALF_OPEN)
     assert tier.contains([key_of(0)]) == [True]
     assert hits(tier, [0]) == 1 and tier.state is BreakerState.CLOSED
     assert hits(tier, range(4)) == 4
@@ -172,7 +166,7 @@ def test_what_hung_teaches_no_rates(engine: FaultyBackend, tier: RemoteTier) -> 
     assert load_one(tier, 0, 0.2).reason == "deadline"
     time.sleep(0.3)
     engine.release()
-    wait_for(lambda: tier.retired_bytes == 0)
+    until(lambda: tier.retired_bytes == 0)
     assert tier.reading.expected_s(SIZE) == before_s
 
 
@@ -244,7 +238,7 @@ def test_a_late_reply_never_lands_in_a_reused_buffer(
     assert tier.retired_bytes == 2 * HUGE_BYTES, "what hangs keeps its own memory"
     assert hits(tier, range(8)) == 8
     engine.release()
-    wait_for(lambda: tier.retired_bytes == 0)
+    until(lambda: tier.retired_bytes == 0)
     assert memory == canary
     assert tier.poll(0.0) == [], "an item was answered twice"
 
@@ -256,7 +250,7 @@ def test_a_late_store_reads_nothing_and_is_undone(engine: FaultyBackend, tier: R
     assert answers(tier, job, 1)[0].reason == "deadline"
     body[:] = b"\xaa" * SIZE
     engine.release()
-    wait_for(lambda: engine.count("delete") and not engine.objects)
+    until(lambda: engine.count("delete") and not engine.objects)
     assert get(tier, [0])[0].outcome is Outcome.MISS
     stored(tier, [0])
     assert hits(tier, [0]) == 1
@@ -275,7 +269,7 @@ def test_retired_memory_is_bounded(engine: FaultyBackend) -> None:
     assert reasons[:6] == ["deadline"] * 6 and reasons[6:] == ["breaker"] * 34
     assert engine.hanging == 6 and tier.retired_bytes == 6 * HUGE_BYTES
     engine.release()
-    wait_for(lambda: tier.retired_bytes == 0)
+    until(lambda: tier.retired_bytes == 0)
     tier.close()
 
 
@@ -404,7 +398,7 @@ def test_deletions_are_repeated_until_confirmed(engine: FaultyBackend, tier: Rem
     engine.plan["delete"] = ["error"]
     assert tier.delete([key_of(0), key_of(7)]) == 1
     assert outcomes(get(tier, [0])) == [("miss", "")], "gone at once, for us"
-    wait_for(lambda: len(engine.objects) == 2)
+    until(lambda: len(engine.objects) == 2)
     tier.delete([key_of(1)])
     stored(tier, [1])  # waits for the deletion
     assert hits(tier, [1]) == 1
@@ -483,7 +477,7 @@ def test_a_store_is_not_forgotten_for_an_older_answer(
     engine.after["get"] = "hang"
     wish = Load(key_of(0), memoryview(bytearray(SIZE)), LAYOUT)
     job = tier.submit_load([wish], deadline_s=20.0)
-    wait_for(lambda: engine.hanging)
+    until(lambda: engine.hanging)
     stored(tier, [0])
     engine.release()
     answer = answers(tier, job, 1)[0]
@@ -502,9 +496,9 @@ def test_what_was_seen_before_a_deletion_is_not_believed(
     asked = partial(get, tier, [0]) if call == "get" else tier.survey
     asking = threading.Thread(target=asked)
     asking.start()
-    wait_for(lambda: engine.hanging)
+    until(lambda: engine.hanging)
     tier.delete([key_of(0)])
-    wait_for(lambda: len(engine.objects) == 1 and not tier.known.is_shunned(key_of(0)))
+    until(lambda: len(engine.objects) == 1 and not tier.known.is_shunned(key_of(0)))
     engine.release()
     asking.join()
     assert tier.contains([key_of(0), key_of(1)]) == [False, True]
@@ -518,13 +512,13 @@ def test_a_store_that_failed_is_not_known_from_a_load_meanwhile(
     engine.after["put"] = "hang"  # it is there, and the store's time passes
     item = Store(key_of(0), info_of(SIZE), memoryview(body_of(0)))
     job = tier.submit_store([item], deadline_s=0.3)
-    wait_for(lambda: engine.hanging)
+    until(lambda: engine.hanging)
     assert hits(tier, [0]) == 1
     assert answers(tier, job, 1)[0].reason == "deadline"
     assert tier.contains([key_of(0)]) == [False]
     assert get(tier, [0])[0].outcome is Outcome.MISS, "while the engine has it"
     engine.release()
-    wait_for(lambda: not engine.objects)
+    until(lambda: not engine.objects)
     assert tier.contains([key_of(0)]) == [False] and get(tier, [0])[0].outcome is Outcome.MISS
 
 
@@ -533,12 +527,12 @@ def test_a_cancelled_store_is_not_found_while_it_ends(
 ) -> None:
     engine.after["put"] = "hang"
     job = tier.submit_store([Store(key_of(0), info_of(SIZE), memoryview(body_of(0)))])
-    wait_for(lambda: engine.hanging)
+    until(lambda: engine.hanging)
     tier.cancel(job)
     assert answers(tier, job, 1)[0].reason == "cancelled"
     assert get(tier, [0])[0].outcome is Outcome.MISS
     engine.release()
-    wait_for(lambda: not engine.objects)
+    until(lambda: not engine.objects)
     stored(tier, [0])
     assert hits(tier, [0]) == 1
 
@@ -554,7 +548,7 @@ def test_a_store_whose_engine_ran_out_of_time_is_not_found(
     job = tier.submit_store([Store(key_of(0), info_of(SIZE), memoryview(body_of(0)))])
     assert answers(tier, job, 1)[0].reason == "deadline"
     assert get(tier, [0])[0].outcome is Outcome.MISS
-    wait_for(lambda: not engine.objects)
+    until(lambda: not engine.objects)
 
 
 def test_deletions_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,12 +578,12 @@ def test_a_frame_that_flew_while_it_was_deleted_stays_away(
     engine.plan["put"] = ["hang"]
     item = Store(key_of(0), info_of(SIZE), memoryview(body_of(0)))
     job = tier.submit_store([item], deadline_s=20.0)
-    wait_for(lambda: engine.hanging)
+    until(lambda: engine.hanging)
     assert tier.delete([key_of(0)]) == 0
     engine.release()
     assert answers(tier, job, 1)[0].outcome is Outcome.STORED
     assert tier.contains([key_of(0)]) == [False] and get(tier, [0])[0].outcome is Outcome.MISS
-    wait_for(lambda: not engine.objects)
+    until(lambda: not engine.objects)
 
 
 def test_a_frame_that_is_stored_while_its_key_is_erased_is_not_believed_in(
@@ -599,10 +593,10 @@ def test_a_frame_that_is_stored_while_its_key_is_erased_is_not_believed_in(
     engine.plan["put"] = ["hang"]
     item = Store(key_of(1), info_of(SIZE), memoryview(body_of(1)))
     job = tier.submit_store([item], deadline_s=20.0)
-    wait_for(lambda: engine.hanging)
+    until(lambda: engine.hanging)
     erasing = threading.Thread(target=tier.erase, args=([key_of(0), key_of(1)],))
     erasing.start()  # it waits for the other one
-    wait_for(lambda: len(tier.known._condemned) == 2)
+    until(lambda: len(tier.known._condemned) == 2)
     stored(tier, [0])
     engine.release()
     erasing.join()
@@ -695,7 +689,7 @@ def test_opening_an_engine_that_does_not_answer(engine: FaultyBackend) -> None:
     with pytest.warns(UserWarning, match="tried again"):
         tier = open_tier(engine, limits=QUICK._replace(every_s=0.05))
     engine.objects["ab" * 32] = b"foreign"
-    wait_for(lambda: len(tier.known) == 1)  # listed later
+    until(lambda: len(tier.known) == 1)  # listed later
     assert list(tier.scan()) == []
     tier.close()
 
@@ -715,9 +709,9 @@ def test_the_thread_that_looks_after_it_survives_whatever_a_library_raises(
     with pytest.warns(UserWarning, match="tried again"):
         tier = open_tier(engine, limits=QUICK._replace(every_s=0.05))
     monkeypatch.setattr(engine, "list", odd)
-    wait_for(lambda: len(raised) == 3)
+    until(lambda: len(raised) == 3)
     engine.objects["ab" * 32] = b"foreign"
-    wait_for(lambda: len(tier.known) == 1)
+    until(lambda: len(tier.known) == 1)
     tier.close()
 
 
@@ -765,7 +759,7 @@ def test_cancel(engine: FaultyBackend, tier: RemoteTier) -> None:
     stored(tier, [0])
     engine.plan["get"] = ["hang"]
     job = tier.submit_load([Load(key_of(0), memoryview(bytearray(SIZE)), LAYOUT)], deadline_s=60.0)
-    wait_for(lambda: engine.hanging)
+    until(lambda: engine.hanging)
     tier.cancel(job)
     assert answers(tier, job, 1)[0].reason == "cancelled"
     assert tier.state is BreakerState.CLOSED
