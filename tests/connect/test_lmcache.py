@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import queue
 import select
+import shutil
 import subprocess
 import sys
 import threading
@@ -148,13 +149,6 @@ def serde_of(codec: str) -> dict[str, Any] | None:
     return {"codec": codec, "head_dim": DIM} if codec else None
 
 
-def copied(source: Path, to: Path) -> Path:
-    to.mkdir()
-    for file in source.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
 def flip(directory: Path, n: int) -> None:
     """One bit of a chunk's values, wherever it lies."""
     needle = values_of(n).view(torch.uint8).numpy().tobytes()[:64]
@@ -169,7 +163,7 @@ def flip(directory: Path, n: int) -> None:
 
 
 def test_another_process_finds_all_of_it(written: Callable[[str], Path], tmp_path: Path) -> None:
-    one = manager(copied(written(""), tmp_path / "kv"))
+    one = manager(shutil.copytree(written(""), tmp_path / "kv"))
     try:
         found = read(one)
     finally:
@@ -182,7 +176,7 @@ def test_another_process_finds_all_of_it(written: Callable[[str], Path], tmp_pat
 def test_a_flipped_bit_stops_at_its_chunk(
     written: Callable[[str], Path], tmp_path: Path, damaged: int
 ) -> None:
-    directory = copied(written(""), tmp_path / "kv")
+    directory = shutil.copytree(written(""), tmp_path / "kv")
     flip(directory, damaged)
     one = manager(directory)
     try:
@@ -199,7 +193,7 @@ def test_a_flipped_bit_stops_at_its_chunk(
 def test_other_weights_find_nothing(
     written: Callable[[str], Path], tmp_path: Path, change: dict[str, str]
 ) -> None:
-    one = manager(copied(written(""), tmp_path / "kv"), **change)
+    one = manager(shutil.copytree(written(""), tmp_path / "kv"), **change)
     try:
         assert read(one) == []
     finally:
@@ -210,7 +204,7 @@ def test_other_weights_find_nothing(
 def test_another_process_decodes_what_the_serde_made(
     written: Callable[[str], Path], tmp_path: Path, codec: str, most: float
 ) -> None:
-    one = manager(copied(written(codec), tmp_path / "kv"), serde_of(codec))
+    one = manager(shutil.copytree(written(codec), tmp_path / "kv"), serde_of(codec))
     try:
         found = read(one)
     finally:
@@ -223,7 +217,7 @@ def test_another_process_decodes_what_the_serde_made(
 def test_a_serde_finds_nothing_of_what_was_stored_without_it(
     written: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    one = manager(copied(written(""), tmp_path / "kv"), serde_of("kv8"))
+    one = manager(shutil.copytree(written(""), tmp_path / "kv"), serde_of("kv8"))
     try:
         assert read(one) == []
     finally:

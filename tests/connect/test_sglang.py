@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 import subprocess
 import sys
 import threading
@@ -59,19 +60,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], P
     return of
 
 
-def copied(source: Path, to: Path) -> Path:
-    to.mkdir()
-    for file in source.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
 @pytest.fixture
 def control(tmp_path: Path, written: Callable[[str, bool], Path]) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def one(layout: str, v1: bool, damaged: int | None = None, **options: Any) -> Any:
-        directory = copied(written(layout, v1), tmp_path / "kv")
+        directory = shutil.copytree(written(layout, v1), tmp_path / "kv")
         if damaged is not None:
             flip(directory, damaged, sg.host_pool(layout))
         made.append(sg.controller(sg.config(directory, v1=v1, **options), layout))

@@ -7,9 +7,9 @@ it proposes, and the answer is right and slow. So each proposal is compared as w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,10 +157,16 @@ def accepted(proposals: Proposals) -> Iterator[tuple[int, int]]:
 # ---- another model drafts, or the target itself, from its first layers or from its prompt
 
 DRAFTED = ["llama", "gemma3", "deepseek_v3", "gpt_neox", "lfm2", *models.INDEXED[1:2]]
-KINDS = [
-    pytest.param(name, marks=[] if name in ("llama", "lfm2") else thorough) for name in DRAFTED
-]
 WHO = {"both": (0, 1), "the target": (0,), "the draft": (1,)}
+
+
+def turns(ways: Iterable[str], fast: Collection[str]) -> Iterator[Any]:
+    """Every model in every way, greedy and sampled in turn: any two of the three meet."""
+    for (n, name), (w, way) in product(enumerate(DRAFTED), enumerate(ways)):
+        marks = [] if name in ("llama", "lfm2") and way in fast else [thorough]
+        sampled = bool((n + w) % 2)
+        said = f"{name}-{way}-{'sampled' if sampled else 'greedy'}"
+        yield pytest.param(name, way, sampled, marks=marks, id=said)
 
 
 def with_a_model(name: str) -> Callable[[], Subject]:
@@ -172,13 +178,7 @@ def with_a_model(name: str) -> Callable[[], Subject]:
     return make
 
 
-@pytest.mark.parametrize(
-    "sampled", [False, pytest.param(True, marks=thorough)], ids=["greedy", "sampled"]
-)
-@pytest.mark.parametrize(
-    "who", [pytest.param(who, marks=[] if who == "both" else thorough) for who in WHO]
-)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "who", "sampled"), [*turns(WHO, ["both"])])
 def test_a_model_drafts(
     name: str, who: str, sampled: bool, proposals: Proposals, tmp_path: Path
 ) -> None:
@@ -198,11 +198,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*fewer layers")
-@pytest.mark.parametrize(
-    "sampled", [False, pytest.param(True, marks=thorough)], ids=["greedy", "sampled"]
-)
-@pytest.mark.parametrize("way", OWN)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "way", "sampled"), [*turns(OWN, OWN)])
 def test_a_target_drafts_for_itself(
     name: str, way: str, sampled: bool, proposals: Proposals, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from transformers.utils.import_utils import is_serve_available
 
 import flowkv
 from flowkv import cli
+from tests.clock import wait_for
 from tests.hooks import test_images as images
 from tests.hooks.chat import tiny_chat
 from tests.hooks.compare import attached
@@ -252,13 +253,6 @@ def test_a_client_that_leaves_frees_its_pages(servers: tuple[Server, Server], st
     wait_for(lambda: ours.metric("open_sequences") == 0)
     assert ours.metric("finished_total") == gone + 1
     assert 'finished_total{reason="cancelled"}' in ours.send("GET", "/metrics")[1]
-
-
-def wait_for(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_draws_and_stops_are_those_of_the_plain_server(servers: tuple[Server, Server]) -> None:

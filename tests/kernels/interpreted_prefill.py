@@ -81,8 +81,20 @@ def attend(scene: Scene, q: torch.Tensor, how: Scoring, near: float) -> torch.Te
     return o
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 96), (80, 72), (96, 64)])
+DIMS = [(64, 64), (128, 96), (80, 72), (96, 64)]
+PAIRS = [  # the rotated codec over all, others over half of them; all pairs where there is time
+    pytest.param(
+        codec,
+        dims,
+        marks=pytest.mark.slow if codec != "kv4h" and (c + d) % 2 else [],
+        id=f"{codec}-{dims}",
+    )
+    for c, codec in enumerate(CODECS)
+    for d, dims in enumerate(DIMS)
+]
+
+
+@pytest.mark.parametrize(("codec", "dims"), PAIRS)
 def test_sealed_pages_of_a_prompt(codec: str, dims: tuple[int, int]) -> None:
     """Every codec alone, over head dims whose halves and rotations do not fit each other."""
     layout = layout_of(2, *dims, 64, "float16")
@@ -125,16 +137,25 @@ def test_sealed_is_as_if_decoded(dtype: str) -> None:
     assert torch.equal(paged_attention(q, pages, scene.batch, how), expected)
 
 
-@pytest.mark.parametrize("heads_at_once", [1, 2])
-def test_sealed_heads_a_few_at_a_time(heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+BLOCKS = [  # whole, and cut into chunks
+    pytest.param(1, [150, 70], [30, 1], id="1-whole"),
+    pytest.param(2, [330], [9], id="2-chunks"),
+    pytest.param(1, [330], [9], id="1-chunks", marks=pytest.mark.slow),
+    pytest.param(2, [150, 70], [30, 1], id="2-whole", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("heads_at_once", "lengths", "new"), BLOCKS)
+def test_sealed_heads_a_few_at_a_time(
+    heads_at_once: int, lengths: list[int], new: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However few heads the spare runs hold, and whether blocks are cut into chunks or not."""
     layout = layout_of(3, 64, 64, 64, "float16")
-    for lengths, new in (([150, 70], [30, 1]), ([330], [9])):
-        scene = Scene(layout, lengths, new, sealed=("kv8", "kv4c", "kv4h"), seed=heads_at_once)
-        spare = heads_at_once * layout.run_bytes * -(-max(lengths) // 64) * len(new)
-        monkeypatch.setattr(triton_unseal, "SPARE_BYTES", spare)
-        mass = torch.ones(len(new), -(-max(lengths) // 64), 3)
-        attend(scene, scene.queries(2), Scoring(scale=0.1, mass=mass), 3e-3)
+    scene = Scene(layout, lengths, new, sealed=("kv8", "kv4c", "kv4h"), seed=heads_at_once)
+    spare = heads_at_once * layout.run_bytes * -(-max(lengths) // 64) * len(new)
+    monkeypatch.setattr(triton_unseal, "SPARE_BYTES", spare)
+    mass = torch.ones(len(new), -(-max(lengths) // 64), 3)
+    attend(scene, scene.queries(2), Scoring(scale=0.1, mass=mass), 3e-3)
 
 
 def test_sealed_spare_runs_fit_what_the_host_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ touched after its answer (D10)."""
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from flowkv.tiers import Completion, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
+from tests.clock import wait_for
 from tests.inside import READ, Arena, ManualClock, Operations, StoreError, address_of, seal_all
 
 from .frames import LAYOUT, answers, body_of, hits, info_of, key_of, outcomes, stored
@@ -26,13 +26,6 @@ def load_of(name: object, target: bytearray | memoryview) -> Load:
 
 def store_of(name: object, body: bytes | bytearray | None = None, size: int = 8192) -> Store:
     return Store(key_of(name), info_of(size), memoryview(body or body_of(name, size)))
-
-
-def await_(condition: object, within_s: float = 60.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_an_overdue_load_does_not_touch_its_target(tmp_path: Path) -> None:
@@ -67,7 +60,7 @@ def test_an_overdue_store_is_undone(tmp_path: Path) -> None:
     stored(tier, ["b"])
     tier.delete([key_of("b")])
     assert tier.contains([key_of("a")]) == [False]
-    await_(lambda: tier.used_bytes() == used)
+    wait_for(lambda: tier.used_bytes() == used)
     tier.close()
     tier = DiskTier(tmp_path, MIB)
     assert list(tier.scan()) == []
@@ -112,7 +105,7 @@ def test_items_that_wait_too_long_fail(tmp_path: Path) -> None:
     assert sorted(ends) == [(first, 0), *((job, n) for n in range(7))]
     arena.give_back(block)
     engine.release()
-    await_(lambda: not tier._wishes._waiting_bytes)
+    wait_for(lambda: not tier._wishes._waiting_bytes)
     stored(tier, [8])
     assert tier.contains([key_of(n) for n in range(9)]) == [False] * 8 + [True]
     tier.close()
@@ -183,7 +176,7 @@ def test_too_much_retired_memory_opens_the_breaker(tmp_path: Path) -> None:
         assert engine.entered.acquire(timeout=60)
     clock.advance(s=4)
     assert outcomes(answers(tier, job, 4)) == [("failed", "deadline")] * 4
-    await_(lambda: tier._conductor._late_bytes > MIB // 4)
+    wait_for(lambda: tier._conductor._late_bytes > MIB // 4)
     for submit in (
         lambda: tier.submit_load([load_of(0, bytearray(128 << 10))]),
         lambda: tier.submit_store([store_of("new")]),
@@ -191,7 +184,7 @@ def test_too_much_retired_memory_opens_the_breaker(tmp_path: Path) -> None:
         job = submit()
         assert outcomes(answers(tier, job, 1)) == [("failed", "breaker")]
     engine.release()  # the disk comes back
-    await_(lambda: not tier._conductor._late_bytes)
+    wait_for(lambda: not tier._conductor._late_bytes)
     assert hits(tier, range(4), size=128 << 10) == 4
     assert targets == [bytearray(128 << 10)] * 4
     tier.close()
