@@ -99,6 +99,10 @@ def probe(
             cache = native_cache(model)
             ids = ordinary_tokens(model, names, sum(parts))
             logits = _forward(model, names, ids, pair(names, cache))
+            given = cache
+            if names.counts and names.positions in names.parameters:
+                names.counts, given = False, native_cache(model)
+                logits = _forward(model, names, ids, pair(names, given))
     except FlowKVError:
         raise
     except Exception as error:  # a model may raise anything: then it cannot be probed
@@ -115,10 +119,25 @@ def probe(
         )
     plan = place_layers(specs, cache.layers, page_size, in_pages=in_pages, share_of=share_of)
     plan.count = configured_layers(model.config)
+    plan.from_0 = _same_keys(plan, cache, given)
     found = Probe(plan, ids, logits, parts)
     if not plan.stateful:  # else no padded row is reused
-        plan.by_column |= not _pads_alike(model, found, names)
+        plan.by_column |= not _pads_alike(model, found, names, given)
     return found
+
+
+def _same_keys(plan: ModelPlan, some: Any, others: Any) -> bool:
+    """Return whether two caches have the same last keys: positions show in them, if not in logits.
+
+    Some models count from another number than `generate` (RoBERTa, Kosmos-2.5).
+    """
+    for index in plan.placed:
+        a, b = (cache.layers[index].keys.float() for cache in (some, others))
+        n = min(a.shape[2], b.shape[2])
+        a, b = a[:, :, -n:], b[:, :, -n:]
+        if (a - b).norm() > _HALF_ROW_TOLERANCE * a.norm():
+            return False
+    return True
 
 
 def _parts(model: Any, *, long: bool) -> tuple[int, ...]:
@@ -134,6 +153,7 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
         UnsupportedModelError: The model does not give the same logits in any way.
     """
     name, placed = type(model).__name__, door.plan.placed.values()
+    door.names.counts &= found.plan.from_0
     problem = f"{name} does not continue from a cache as it answers in one pass"
     with door.aside():
         proven = _states_go_on(model, found, door.names)
@@ -158,21 +178,29 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
     raise UnsupportedModelError(problem, "Use the model without FlowKV")
 
 
-def _pads_alike(model: Any, found: Probe, names: Names) -> bool:
-    """Return whether left padding changes nothing of a row that continues from a cache."""
+def _pads_alike(model: Any, found: Probe, names: Names, plain: Any) -> bool:
+    """Return whether left padding changes nothing of a row that continues from a cache.
+
+    Args:
+        model: The model.
+        found: Findings without padding.
+        names: The names of its arguments.
+        plain: Cache without padding.
+    """
     if names.mask not in names.parameters:
         return False
     head, tail = (x[:, :_PAD] for x in (found.ids, found.logits))
-    parts = _PAD + found.parts[0], sum(found.parts[1:])
+    parts, cache = (_PAD + found.parts[0], sum(found.parts[1:])), native_cache(model)
     ids, logits = torch.cat([head, found.ids], 1), torch.cat([tail, found.logits], 1)
     try:
         if names.positions not in names.parameters:  # rows share pages with rows of equal padding
             with quiet(model):
-                logits = _forward(model, names, ids, pad=_PAD)
+                logits, plain = _forward(model, names, ids, pad=_PAD), cache
     except Exception:  # a model may raise anything
         return False
     padded = Probe(found.plan, ids, logits, parts)
-    return _continues(model, padded, native_cache(model), names, pad=_PAD)
+    goes_on = _continues(model, padded, cache, names, pad=_PAD)
+    return goes_on and _same_keys(found.plan, plain, cache)
 
 
 def _states_go_on(model: Any, found: Probe, names: Names) -> bool | None:
@@ -349,7 +377,7 @@ def _forward(
     places = torch.arange(at + ids.shape[1], device=ids.device)[None]
     if pad:
         given[names.mask] = (places >= pad).long()
-    if not names.counts or (pad and names.positions in names.parameters):
+    if not names.counts:
         given[names.positions] = (places[:, at:] - pad).clamp_min(0)
     out = model(**given, **encoder_inputs(model, names, len(ids)))
     logits = out.logits if getattr(out, "logits", None) is not None else out[0]
