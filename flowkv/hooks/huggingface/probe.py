@@ -9,7 +9,7 @@ cached prefix is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -119,25 +119,45 @@ def probe(
         )
     plan = place_layers(specs, cache.layers, page_size, in_pages=in_pages, share_of=share_of)
     plan.count = configured_layers(model.config)
-    plan.from_0 = _same_keys(plan, cache, given)
-    found = Probe(plan, ids, logits, parts)
-    if not plan.stateful:  # else no padded row is reused
-        plan.by_column |= not _pads_alike(model, found, names, given)
-    return found
+    plan.from_0 = _same_keys(plan, cache, given, torch.float32)  # no addition differs
+    alike = plan.stateful  # no padded row is reused then
+    with quiet(model), suppress(Exception):  # a model may raise anything
+        alike = alike or _pads_alike(model, plan, names, ids, given)
+    plan.by_column |= not alike
+    return Probe(plan, ids, logits, parts)
 
 
-def _same_keys(plan: ModelPlan, some: Any, others: Any) -> bool:
+def _same_keys(plan: ModelPlan, some: Any, others: Any, dtype: torch.dtype) -> bool:
     """Return whether two caches have the same last keys: positions show in them, if not in logits.
 
     Some models count from another number than `generate` (RoBERTa, Kosmos-2.5).
     """
     for index in plan.placed:
-        a, b = (cache.layers[index].keys.float() for cache in (some, others))
-        n = min(a.shape[2], b.shape[2])
-        a, b = a[:, :, -n:], b[:, :, -n:]
-        if (a - b).norm() > _HALF_ROW_TOLERANCE * a.norm():
+        a, b = (c.layers[index].keys.float().transpose(1, 2).flatten(2) for c in (some, others))
+        n = max(min(a.shape[1], b.shape[1]) - _PAD, 1)  # padding may have any keys
+        if not close(a[:, -n:], b[:, -n:], dtype):
             return False
     return True
+
+
+def _pads_alike(model: Any, plan: ModelPlan, names: Names, ids: torch.Tensor, plain: Any) -> bool:
+    """Return whether left padding changes no key of a row that continues from a cache.
+
+    Args:
+        model: The model.
+        plan: Its layers.
+        names: The names of its arguments.
+        ids: `[1, T]` tokens.
+        plain: Cache of the tokens without padding.
+    """
+    ids, cut, cache = torch.cat([ids[:, :_PAD], ids], 1), _PAD + _PARTS[0], native_cache(model)
+    if names.positions not in names.parameters:  # rows share pages with rows of equal padding
+        plain = native_cache(model)
+        _forward(model, names, ids, pair(names, plain), pad=_PAD)
+    whole = pair(names, cache)
+    _forward(model, names, ids[:, :cut], whole, pad=_PAD)
+    _forward(model, names, ids[:, cut:], whole, cut, pad=_PAD)
+    return names.mask in names.parameters and _same_keys(plan, plain, cache, model.dtype)
 
 
 def _parts(model: Any, *, long: bool) -> tuple[int, ...]:
@@ -176,31 +196,6 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
                 return
             problem = f"{name} does not give the same answers through pages"
     raise UnsupportedModelError(problem, "Use the model without FlowKV")
-
-
-def _pads_alike(model: Any, found: Probe, names: Names, plain: Any) -> bool:
-    """Return whether left padding changes nothing of a row that continues from a cache.
-
-    Args:
-        model: The model.
-        found: Findings without padding.
-        names: The names of its arguments.
-        plain: Cache without padding.
-    """
-    if names.mask not in names.parameters:
-        return False
-    head, tail = (x[:, :_PAD] for x in (found.ids, found.logits))
-    parts, cache = (_PAD + found.parts[0], sum(found.parts[1:])), native_cache(model)
-    ids, logits = torch.cat([head, found.ids], 1), torch.cat([tail, found.logits], 1)
-    try:
-        if names.positions not in names.parameters:  # rows share pages with rows of equal padding
-            with quiet(model):
-                logits, plain = _forward(model, names, ids, pad=_PAD), cache
-    except Exception:  # a model may raise anything
-        return False
-    padded = Probe(found.plan, ids, logits, parts)
-    goes_on = _continues(model, padded, cache, names, pad=_PAD)
-    return goes_on and _same_keys(found.plan, plain, cache)
 
 
 def _states_go_on(model: Any, found: Probe, names: Names) -> bool | None:
@@ -249,19 +244,14 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
 
 
 def _continues(
-    model: Any,
-    found: Probe,
-    cache: Any,
-    names: Names,
-    most: float = _TOLERANCE,
-    pad: int = 0,
+    model: Any, found: Probe, cache: Any, names: Names, most: float = _TOLERANCE
 ) -> bool:
     first, at, logits = found.parts[0], 0, []
     try:
         with quiet(model):
             whole = pair(names, cache)
             for part in found.ids.split(found.parts, dim=1):
-                logits.append(_forward(model, names, part, whole, at, pad))
+                logits.append(_forward(model, names, part, whole, at))
                 at += part.shape[1]
             # The logits of the first forward do not depend on a cache.
             return close(torch.cat(logits[1:], dim=1), found.logits[:, first:], model.dtype, most)
