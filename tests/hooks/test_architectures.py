@@ -111,6 +111,23 @@ def test_positions_that_a_model_does_not_take(name: str) -> None:
                 assert torch.allclose(ask(pad), wanted, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*count from 0")
+def test_positions_of_the_model_s_own_count() -> None:
+    model, ids = matrix.build("image", "kosmos-2.5"), matrix.tokens(50)
+
+    def ask(**given: Any) -> torch.Tensor:
+        cache = DynamicCache(config=model.config.text_config)
+        with torch.no_grad():
+            return model(ids, **given, past_key_values=cache, logits_to_keep=1).logits
+
+    calls = [{}, {"position_ids": torch.arange(50)[None]}]
+    plain = [ask(**given) for given in calls]
+    with attached(model) as kv:
+        for given, wanted in zip(calls * 2, plain * 2, strict=True):
+            assert torch.allclose(ask(**given), wanted, atol=1e-4)
+        assert reused(kv) == 49, "with positions, once"
+
+
 @pytest.mark.parametrize("name", models.HYBRID)
 def test_hybrid_models_go_on_from_a_saved_state(name: str) -> None:
     model, prompt = models.causal(name), models.prompt(70)

@@ -166,7 +166,10 @@ class ModelPlan:
         stateful: Some layers have states: prefixes are reusable only where states were saved.
         by_column: Padding changes which tokens some layers attend to.
         compressed: Some layers keep compressed entries.
+        from_0: Without positions, the model counts from 0.
     """
+
+    from_0 = True
 
     def __init__(
         self,

@@ -559,7 +559,7 @@ class ForwardHook:
         if call.unplaced and (any(pads) or call.modal):
             return f"it has {'padding' if any(pads) else 'images'} and no position_ids"
         by_column = call.positions is None
-        if by_column and not self.names.from_0:
+        if by_column and not self.plan.from_0:
             return "it has no position_ids, and those of the model itself do not count from 0"
         counted = call.shifts(pads) is not None or usual(
             0, call.columns, call.numbers[2], np.array(pads), by_column=by_column

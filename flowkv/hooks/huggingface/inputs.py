@@ -393,7 +393,6 @@ class Names:
         positions: The positions.
         embeds: Embeddings given instead of token ids.
         cache: The cache: `past_key_values` up to transformers 5.23.
-        from_0: Without positions, the model counts from 0; RoBERTa's kinds begin behind a padding.
         counts: Without positions, it counts on from the length of its cache.
     """
 
@@ -406,9 +405,6 @@ class Names:
         self.placeholders = placeholder_ids(config)
         # Models with `rope_deltas` count on from the end of whichever prompt they ran last.
         self.counts = not any("rope_deltas" in vars(module) for module in model.modules())
-        tables = (m for n, m in model.named_modules() if n.endswith("position_embeddings"))
-        self.from_0 = all(getattr(table, "padding_idx", None) is None for table in tables)
-        self.counts &= self.from_0
         names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
         whose = "decoder_" if self.encoder else ""
         self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)

@@ -9,7 +9,7 @@ cached prefix is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -99,6 +99,10 @@ def probe(
             cache = native_cache(model)
             ids = ordinary_tokens(model, names, sum(parts))
             logits = _forward(model, names, ids, pair(names, cache))
+            given = cache
+            if names.counts and names.positions in names.parameters:
+                names.counts, given = False, native_cache(model)
+                logits = _forward(model, names, ids, pair(names, given))
     except FlowKVError:
         raise
     except Exception as error:  # a model may raise anything: then it cannot be probed
@@ -115,10 +119,45 @@ def probe(
         )
     plan = place_layers(specs, cache.layers, page_size, in_pages=in_pages, share_of=share_of)
     plan.count = configured_layers(model.config)
-    found = Probe(plan, ids, logits, parts)
-    if not plan.stateful:  # else no padded row is reused
-        plan.by_column |= not _pads_alike(model, found, names)
-    return found
+    plan.from_0 = _same_keys(plan, cache, given, torch.float32)  # no addition differs
+    alike = plan.stateful  # no padded row is reused then
+    with quiet(model), suppress(Exception):  # a model may raise anything
+        alike = alike or _pads_alike(model, plan, names, ids, given)
+    plan.by_column |= not alike
+    return Probe(plan, ids, logits, parts)
+
+
+def _same_keys(plan: ModelPlan, some: Any, others: Any, dtype: torch.dtype) -> bool:
+    """Return whether two caches have the same last keys: positions show in them, if not in logits.
+
+    Some models count from another number than `generate` (RoBERTa, Kosmos-2.5).
+    """
+    for index in plan.placed:
+        a, b = (c.layers[index].keys.float().transpose(1, 2).flatten(2) for c in (some, others))
+        n = max(min(a.shape[1], b.shape[1]) - _PAD, 1)  # padding may have any keys
+        if not close(a[:, -n:], b[:, -n:], dtype):
+            return False
+    return True
+
+
+def _pads_alike(model: Any, plan: ModelPlan, names: Names, ids: torch.Tensor, plain: Any) -> bool:
+    """Return whether left padding changes no key of a row that continues from a cache.
+
+    Args:
+        model: The model.
+        plan: Its layers.
+        names: The names of its arguments.
+        ids: `[1, T]` tokens.
+        plain: Cache of the tokens without padding.
+    """
+    ids, cut, cache = torch.cat([ids[:, :_PAD], ids], 1), _PAD + _PARTS[0], native_cache(model)
+    if names.positions not in names.parameters:  # rows share pages with rows of equal padding
+        plain = native_cache(model)
+        _forward(model, names, ids, pair(names, plain), pad=_PAD)
+    whole = pair(names, cache)
+    _forward(model, names, ids[:, :cut], whole, pad=_PAD)
+    _forward(model, names, ids[:, cut:], whole, cut, pad=_PAD)
+    return names.mask in names.parameters and _same_keys(plan, plain, cache, model.dtype)
 
 
 def _parts(model: Any, *, long: bool) -> tuple[int, ...]:
@@ -134,6 +173,7 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
         UnsupportedModelError: The model does not give the same logits in any way.
     """
     name, placed = type(model).__name__, door.plan.placed.values()
+    door.names.counts &= found.plan.from_0
     problem = f"{name} does not continue from a cache as it answers in one pass"
     with door.aside():
         proven = _states_go_on(model, found, door.names)
@@ -156,23 +196,6 @@ def settle(model: Any, kv: KV, found: Probe, door: Any) -> None:
                 return
             problem = f"{name} does not give the same answers through pages"
     raise UnsupportedModelError(problem, "Use the model without FlowKV")
-
-
-def _pads_alike(model: Any, found: Probe, names: Names) -> bool:
-    """Return whether left padding changes nothing of a row that continues from a cache."""
-    if names.mask not in names.parameters:
-        return False
-    head, tail = (x[:, :_PAD] for x in (found.ids, found.logits))
-    parts = _PAD + found.parts[0], sum(found.parts[1:])
-    ids, logits = torch.cat([head, found.ids], 1), torch.cat([tail, found.logits], 1)
-    try:
-        if names.positions not in names.parameters:  # rows share pages with rows of equal padding
-            with quiet(model):
-                logits = _forward(model, names, ids, pad=_PAD)
-    except Exception:  # a model may raise anything
-        return False
-    padded = Probe(found.plan, ids, logits, parts)
-    return _continues(model, padded, native_cache(model), names, pad=_PAD)
 
 
 def _states_go_on(model: Any, found: Probe, names: Names) -> bool | None:
@@ -221,19 +244,14 @@ def paged_agrees(model: Any, kv: KV, found: Probe, door: Any) -> bool:
 
 
 def _continues(
-    model: Any,
-    found: Probe,
-    cache: Any,
-    names: Names,
-    most: float = _TOLERANCE,
-    pad: int = 0,
+    model: Any, found: Probe, cache: Any, names: Names, most: float = _TOLERANCE
 ) -> bool:
     first, at, logits = found.parts[0], 0, []
     try:
         with quiet(model):
             whole = pair(names, cache)
             for part in found.ids.split(found.parts, dim=1):
-                logits.append(_forward(model, names, part, whole, at, pad))
+                logits.append(_forward(model, names, part, whole, at))
                 at += part.shape[1]
             # The logits of the first forward do not depend on a cache.
             return close(torch.cat(logits[1:], dim=1), found.logits[:, first:], model.dtype, most)
@@ -349,7 +367,7 @@ def _forward(
     places = torch.arange(at + ids.shape[1], device=ids.device)[None]
     if pad:
         given[names.mask] = (places >= pad).long()
-    if not names.counts or (pad and names.positions in names.parameters):
+    if not names.counts:
         given[names.positions] = (places[:, at:] - pad).clamp_min(0)
     out = model(**given, **encoder_inputs(model, names, len(ids)))
     logits = out.logits if getattr(out, "logits", None) is not None else out[0]
