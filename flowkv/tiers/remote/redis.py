@@ -297,8 +297,6 @@ def shown(uri: str) -> str:
 # The server decides which frames stay: a key that expired, or that its `maxmemory-policy` evicted,
 # is a miss.
 
-Indices: TypeAlias = list[int]
-
 MOST_FRAME_BYTES = 512 << 20
 """Longest string of a server with its default `proto-max-bulk-len`."""
 
@@ -426,7 +424,7 @@ class Redis:
         """Return the replies to one request per name, sent to each server together."""
         end_s = time.monotonic() + timeout_s
         keys = [self._key(name) for name in names]
-        groups: dict[int, tuple[ConnectionPool, Indices]] = {}
+        groups: dict[int, tuple[ConnectionPool, list[int]]] = {}
         for index, key in enumerate(keys):
             pool = self._nodes.for_key(key)
             groups.setdefault(id(pool), (pool, []))[1].append(index)

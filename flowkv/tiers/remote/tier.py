@@ -59,11 +59,7 @@ class Fact(NamedTuple):
 
     def completed(self, other: Fact) -> Fact:
         """Return this fact, with unknown fields filled from the other."""
-        return Fact(
-            self.n_bytes or other.n_bytes,
-            self.info or other.info,
-            self.stored_ns or other.stored_ns,
-        )
+        return Fact(*(mine or its for mine, its in zip(self, other, strict=True)))  # type: ignore[arg-type]
 
 
 class Known:
@@ -347,10 +343,11 @@ class Aside:
         give: Callable[[], None]
         try:
             give = partial(answer.set_result, work())
-        except OSError as error:  # passed on to the waiting caller
-            give = partial(answer.set_exception, error)
         except BaseException as error:  # a client library may raise anything
-            give = partial(answer.set_exception, OSError(f"{type(error).__name__}: {error}"))
+            ours = (
+                error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+            )
+            give = partial(answer.set_exception, ours)
         self._free.release()  # first, because the caller may call again once it has the answer
         give()
 
@@ -366,6 +363,8 @@ FAILURES = 3
 
 ANSWERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Failures of an engine that works: it has no room, for any object or for one so large."""
+REFUSED = (*ANSWERS, errno.EAGAIN, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EINVAL)
+"""Failures of a store that the engine will not carry out late."""
 
 
 class BreakerState(Enum):
@@ -849,13 +848,12 @@ class RemoteTier:
         if isinstance(error, PermissionError):
             self._open = False
             self._wake.set()
+            said = f"{self.name} refuses access ({error})"
+            remedy = "Check the address, the credentials and their rights"
             if error.errno == errno.ENOENT:
+                said = f"{self.name}: {error.strerror}"
                 remedy = "Create it, or correct its name, the region and the endpoint"
-                raise StoreError(f"{self.name}: {error.strerror}", remedy) from error
-            raise StoreError(
-                f"{self.name} refuses access ({error})",
-                "Check the address, the credentials and their rights",
-            ) from error
+            raise StoreError(said, remedy) from error
         if error is not None:
             warnings.warn(
                 f"{self.name} does not answer ({error}): it will be tried again",
@@ -895,14 +893,13 @@ class RemoteTier:
         if "erasure_log" not in vars(self):  # no cache has used it
             return
         self.erasure_log.look()
-        if not (due := self.erasure_log.due()):
-            return
+        self.erasure_log.repeat(self._erase_again)
+
+    def _erase_again(self, erased: Iterable[Erased]) -> None:
         try:
             self.survey()
-            self.erasure_log.end_due(due)
         finally:
-            for erased in due:
-                self.known.condemn(self._meant(erased))
+            self.known.condemn(key for one in erased for key in self._meant(one))
             self._delete_condemned()
 
     def _due(self) -> bool:
@@ -1166,8 +1163,7 @@ class RemoteTier:
             try:
                 self.backend.put(item.key.hex(), data, timeout_s)
             except BaseException as error:
-                refused = getattr(error, "errno", 0) in (*ANSWERS, errno.EAGAIN)
-                if not (refused or isinstance(error, PermissionError)):
+                if getattr(error, "errno", 0) not in REFUSED:
                     self._doubtful[item.key] = self._clock.now_ns()
                 raise
             self._learn(self.writing, len(data), begun, timeout_s)
