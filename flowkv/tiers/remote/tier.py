@@ -140,14 +140,10 @@ class Known:
         """
         with self._changed:
             for key, fact in facts:
-                mine = self._facts.get(key)
+                mine, gone = self._facts.get(key), self._gone.get(key, self._forgotten) > look
                 if mine is not None:
                     self._put(key, mine.completed(fact))
-                elif not (
-                    key in self._shunned
-                    or key in self._flying
-                    or self._gone.get(key, self._forgotten) > look
-                ):
+                elif not (gone or key in self._shunned or key in self._flying):
                     self._put(key, fact)
 
     def see(self, head: Header, n_bytes: int, look: int) -> None:
@@ -344,10 +340,8 @@ class Aside:
         try:
             give = partial(answer.set_result, work())
         except BaseException as error:  # a client library may raise anything
-            ours = (
-                error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
-            )
-            give = partial(answer.set_exception, ours)
+            other = OSError(f"{type(error).__name__}: {error}")
+            give = partial(answer.set_exception, error if isinstance(error, OSError) else other)
         self._free.release()  # first, because the caller may call again once it has the answer
         give()
 
@@ -540,9 +534,8 @@ class OperationRates:
                 moving_s = max(seconds - self.latency_s, seconds / 8)
                 self._large += 1
                 change = moving_s / n_bytes - self.s_per_byte
-                self.s_per_byte = max(
-                    1e-12, self.s_per_byte + change * max(1 / self._large, 1 / 16)
-                )
+                share = max(1 / self._large, 1 / 16)
+                self.s_per_byte = max(1e-12, self.s_per_byte + change * share)
 
     def expected_s(self, n_bytes: int) -> float:
         """Return the expected duration of an operation of so many bytes."""
@@ -1117,9 +1110,8 @@ class RemoteTier:
                 # found.
                 if item.done is None:
                     failed = self._guarded(item, lambda: self._put(item, data))
-                    fact = (
-                        None if failed is not None else Fact(len(data), header.info, time.time_ns())
-                    )
+                    if failed is None:
+                        fact = Fact(len(data), header.info, time.time_ns())
                 in_time = self._workers.claim(item) is not None
             finally:
                 self.known.land(item.key, fact, header)
