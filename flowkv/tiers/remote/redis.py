@@ -523,12 +523,14 @@ class RedisTier(RemoteTier):
         Raises:
             StoreError: The server did not confirm it.
         """
-        gone, limit_s = super().erase(keys), self.limits.erase_s
+        keys, limit_s = [*keys, *self._unproven], self.limits.erase_s
+        gone = super().erase(keys)
         if not keys:
             return gone
         try:
             self._aside.call(lambda: self._redis.rewrite(limit_s), limit_s)
         except OSError as error:
+            self._unproven.update(keys)
             raise StoreError(
                 f"{self.name} may still have erased frames in its files ({error})",
                 "Allow INFO, CONFIG GET, BGREWRITEAOF and BGSAVE, or rewrite the files there",

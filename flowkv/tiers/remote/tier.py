@@ -625,6 +625,7 @@ class RemoteTier:
         self._absent: dict[bytes, int] = {}
         self._quiet_until_ns, self._looked_ns = 0, self._clock.now_ns()
         self._doubtful: dict[bytes, int] = {}  # times of stores that failed, and may arrive late
+        self._unproven = set[bytes]()  # keys of erasures that failed
         self._closing, self._wake = threading.Lock(), threading.Event()
         self._listed: Future[None] = Future()
         compiling.watch()  # imports numba, which must not begin in two threads at a time
@@ -720,12 +721,15 @@ class RemoteTier:
     def erase(self, keys: Sequence[bytes]) -> int:
         """Remove frames from the engine, and verify with it that they are gone.
 
+        Those of earlier calls that failed are removed, too: until that is proven, each call fails.
+
         Raises:
             StoreError: The engine did not confirm it.
         """
         if not self._usable():
             raise StoreError(f"tier {self.name!r} is closed", "Open it again and erase then")
-        if not keys:
+        self._unproven.update(keys)
+        if not (keys := [*self._unproven]):
             return 0
         limit_s, known = self.limits.erase_s * (1 + len(keys) / DELETES), self.known
         strange = [key for key in keys if known.get(key) is None and not known.is_shunned(key)]
@@ -735,6 +739,7 @@ class RemoteTier:
             since_ns = self._clock.now_ns() - LATE_NS
             if late := sum(self._doubtful.get(key, since_ns) > since_ns for key in keys):
                 raise OSError(f"{late} failed stores may arrive until {AGAIN_S:g} s are over")
+            self._unproven.difference_update(keys)
             return gone
         except OSError as error:
             raise StoreError(
@@ -1111,6 +1116,7 @@ class RemoteTier:
                 if item.done is None:
                     failed = self._guarded(item, lambda: self._put(item, data))
                     if failed is None:
+                        self._unproven.discard(item.key)
                         fact = Fact(len(data), header.info, time.time_ns())
                 in_time = self._workers.claim(item) is not None
             finally:
