@@ -331,9 +331,8 @@ class ObjectBackend:
         status = _STATUS.search(text)
         if isinstance(error, FileNotFoundError) or (status is not None and status[1] == "404"):
             return PermissionError(errno.ENOENT, "no such bucket or container")
-        if isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError) or (
-            status is not None and status[1] in _REFUSED
-        ):
+        denied = kinds.PermissionDeniedError | kinds.UnauthenticatedError
+        if isinstance(error, denied) or (status is not None and status[1] in _REFUSED):
             return PermissionError(errno.EACCES, text)
         if re.search(r"timed ?out", str(error), re.I):
             return TimeoutError(text)

@@ -240,13 +240,8 @@ class Nodes:
         try:
             with self._lock:
                 if self._client is None:
-                    self._client = RedisCluster.from_url(
-                        self._uri,
-                        retry=_ONCE,
-                        socket_timeout=CLUSTER_S,
-                        socket_connect_timeout=CLUSTER_S,
-                        **_FIXED,
-                    )
+                    limits = {"socket_timeout": CLUSTER_S, "socket_connect_timeout": CLUSTER_S}
+                    self._client = RedisCluster.from_url(self._uri, retry=_ONCE, **limits, **_FIXED)
                 yield self._client
         except (exceptions.RedisError, exceptions.RedisClusterException) as error:
             raise ConnectionError(f"no node of the cluster answers ({error})") from error
