@@ -714,11 +714,8 @@ class Keeper(Closing):
             return
         self.counts[":".join(filter(None, (best.outcome.value, best.reason)))] += 1
         hold = self._holds.get((caller, item.request))
-        if (
-            hold is not None
-            and isinstance(item.operation, Load)
-            and best.outcome is not Outcome.HIT
-        ):
+        failed = isinstance(item.operation, Load) and best.outcome is not Outcome.HIT
+        if hold is not None and failed:
             hold.failed.add(best.key)
         caller.answers.post([best._replace(seconds=seconds)])
 

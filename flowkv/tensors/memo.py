@@ -283,7 +283,7 @@ class Memo(Closing):
         else:
             own = self._layout, self._part.salt
             keys = [e.key for e in caller.scan() if (e.info.layout, e.info.tenant) == own]
-        return caller.erase([*dict.fromkeys(keys)]) if keys else 0
+        return caller.erase([*dict.fromkeys(keys)])
 
     def close(self) -> None:
         """Store queued rows, and close the places that the memo opened. Safe to call again."""

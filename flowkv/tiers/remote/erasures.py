@@ -140,9 +140,8 @@ class RemoteErasures:
             self._mine = {lot: one for lot, one in self._mine.items() if one[1] > oldest_ns}
             mine, seen = {lot: one[0] for lot, one in self._mine.items()}, self._seen
         old, full = seen | mine.keys(), len(there) >= MOST_ENTRIES
-        lacking = (
-            mine.keys() - there.keys() - (seen if full else set())
-        )  # those made room for others
+        made_room = seen if full else set()  # once there: others know that something is gone
+        lacking = mine.keys() - there.keys() - made_room
         if lacking or told is None:
             entries = [*there.values(), *(mine[lot] for lot in mine if lot in lacking)]
             self._write(entries[-MOST_ENTRIES:])
@@ -156,17 +155,20 @@ class RemoteErasures:
             self._heard += [ALL] if lost else fresh
             self._seen = {*there} | (seen & mine.keys())
 
-    def due(self) -> list[Erased]:
-        """Return the erasures to repeat, as stores may have ended late, until `end_due`."""
+    def repeat(self, erase: Callable[[list[Erased]], None]) -> None:
+        """Repeat erasures, as stores may have ended late: each once, unless that fails.
+
+        Args:
+            erase: Erases once more; an error keeps them for the next call, for some minutes.
+        """
         now_ns = self._clock.now_ns()
         with self._lock:
             self._again = [one for one in self._again if one[0] > now_ns - round(_KEPT_S * 1e9)]
-            return [erased for end_ns, erased in self._again if end_ns <= now_ns]
-
-    def end_due(self, due: list[Erased]) -> None:
-        """Record that these erasures were repeated."""
+            due = [one for one in self._again if one[0] <= now_ns]
+        if due:
+            erase([erased for _, erased in due])
         with self._lock:
-            self._again = [one for one in self._again if all(one[1] is not it for it in due)]
+            self._again = [one for one in self._again if one not in due]
 
     def _read(self) -> dict[bytes, Erased] | None:
         """Return the entries of the object, none if it is missing; None if it is damaged."""

@@ -191,19 +191,13 @@ class ObjectBackend:
 
     def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
         """Return which objects are there: one request per name, or a listing for many names."""
-        if len(names) > MOST_HEADS:
-            there = {found.name for found in self.list(timeout_s)}
-            return [name in there for name in names]
-        store = self._store(timeout_s)
-        found = []
-        for name in names:
-            try:
-                with self._translating():
-                    self._obs.head(store, f"{FRAMES}/{name}")
-                found.append(True)
-            except FileNotFoundError:
-                found.append(False)
-        return found
+        many, store = len(names) > MOST_HEADS, self._store(timeout_s)
+        there = {found.name for found in self.list(timeout_s)} if many else set[str]()
+        for name in () if many else names:
+            with contextlib.suppress(FileNotFoundError), self._translating():
+                self._obs.head(store, f"{FRAMES}/{name}")
+                there.add(name)
+        return [name in there for name in names]
 
     def list(self, timeout_s: float) -> Iterator[Listed]:
         """Yield all frames in the store."""
@@ -335,9 +329,8 @@ class ObjectBackend:
         status = _STATUS.search(text)
         if isinstance(error, FileNotFoundError) or (status is not None and status[1] == "404"):
             return PermissionError(errno.ENOENT, "no such bucket or container")
-        if isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError) or (
-            status is not None and status[1] in _REFUSED
-        ):
+        denied = kinds.PermissionDeniedError | kinds.UnauthenticatedError
+        if isinstance(error, denied) or (status is not None and status[1] in _REFUSED):
             return PermissionError(errno.EACCES, text)
         if re.search(r"timed ?out", str(error), re.I):
             return TimeoutError(text)

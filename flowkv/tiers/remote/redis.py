@@ -239,13 +239,8 @@ class Nodes:
         try:
             with self._lock:
                 if self._client is None:
-                    self._client = RedisCluster.from_url(
-                        self._uri,
-                        retry=_ONCE,
-                        socket_timeout=CLUSTER_S,
-                        socket_connect_timeout=CLUSTER_S,
-                        **_FIXED,
-                    )
+                    limits = {"socket_timeout": CLUSTER_S, "socket_connect_timeout": CLUSTER_S}
+                    self._client = RedisCluster.from_url(self._uri, retry=_ONCE, **limits, **_FIXED)
                 yield self._client
         except (exceptions.RedisError, exceptions.RedisClusterException) as error:
             raise ConnectionError(f"no node of the cluster answers ({error})") from error
@@ -290,8 +285,6 @@ def split(uri: str) -> tuple[str, dict[str, str]]:
 #
 # The server decides which frames stay: a key that expired, or that its `maxmemory-policy` evicted,
 # is a miss.
-
-Indices: TypeAlias = list[int]
 
 MOST_FRAME_BYTES = 512 << 20
 """Longest string of a server with its default `proto-max-bulk-len`."""
@@ -416,7 +409,7 @@ class Redis:
         """Return the replies to one request per name, sent to each server together."""
         end_s = time.monotonic() + timeout_s
         keys = [self._key(name) for name in names]
-        groups: dict[int, tuple[ConnectionPool, Indices]] = {}
+        groups: dict[int, tuple[ConnectionPool, list[int]]] = {}
         for index, key in enumerate(keys):
             pool = self._nodes.for_key(key)
             groups.setdefault(id(pool), (pool, []))[1].append(index)
@@ -515,12 +508,14 @@ class RedisTier(RemoteTier):
         Raises:
             StoreError: The server did not confirm it.
         """
-        gone, limit_s = super().erase(keys), self.limits.erase_s
+        keys, limit_s = [*keys, *self._unproven], self.limits.erase_s
+        gone = super().erase(keys)
         if not keys:
             return gone
         try:
             self._aside.call(lambda: self._redis.rewrite(limit_s), limit_s)
         except OSError as error:
+            self._unproven.update(keys)
             raise StoreError(
                 f"{self.name} may still have erased frames in its files ({error})",
                 "Allow INFO, CONFIG GET, BGREWRITEAOF and BGSAVE, or rewrite the files there",

@@ -28,6 +28,7 @@ from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.erasure_log import Erased
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import Backend, RemoteLimits
 from flowkv.tiers.remote.erasures import AGAIN_S, RemoteErasures
@@ -58,11 +59,7 @@ class Fact(NamedTuple):
 
     def completed(self, other: Fact) -> Fact:
         """Return this fact, with unknown fields filled from the other."""
-        return Fact(
-            self.n_bytes or other.n_bytes,
-            self.info or other.info,
-            self.stored_ns or other.stored_ns,
-        )
+        return Fact(*(mine or its for mine, its in zip(self, other, strict=True)))  # type: ignore[arg-type]
 
 
 class Known:
@@ -143,14 +140,10 @@ class Known:
         """
         with self._changed:
             for key, fact in facts:
-                mine = self._facts.get(key)
+                mine, gone = self._facts.get(key), self._gone.get(key, self._forgotten) > look
                 if mine is not None:
                     self._put(key, mine.completed(fact))
-                elif not (
-                    key in self._shunned
-                    or key in self._flying
-                    or self._gone.get(key, self._forgotten) > look
-                ):
+                elif not (gone or key in self._shunned or key in self._flying):
                     self._put(key, fact)
 
     def see(self, head: Header, n_bytes: int, look: int) -> None:
@@ -346,10 +339,9 @@ class Aside:
         give: Callable[[], None]
         try:
             give = partial(answer.set_result, work())
-        except OSError as error:  # passed on to the waiting caller
-            give = partial(answer.set_exception, error)
         except BaseException as error:  # a client library may raise anything
-            give = partial(answer.set_exception, OSError(f"{type(error).__name__}: {error}"))
+            other = OSError(f"{type(error).__name__}: {error}")
+            give = partial(answer.set_exception, error if isinstance(error, OSError) else other)
         self._free.release()  # first, because the caller may call again once it has the answer
         give()
 
@@ -365,6 +357,8 @@ FAILURES = 3
 
 ANSWERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Failures of an engine that works: it has no room, for any object or for one so large."""
+REFUSED = (*ANSWERS, errno.EAGAIN, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EINVAL)
+"""Failures of a store that the engine will not carry out late."""
 
 
 class BreakerState(Enum):
@@ -540,9 +534,8 @@ class OperationRates:
                 moving_s = max(seconds - self.latency_s, seconds / 8)
                 self._large += 1
                 change = moving_s / n_bytes - self.s_per_byte
-                self.s_per_byte = max(
-                    1e-12, self.s_per_byte + change * max(1 / self._large, 1 / 16)
-                )
+                share = max(1 / self._large, 1 / 16)
+                self.s_per_byte = max(1e-12, self.s_per_byte + change * share)
 
     def expected_s(self, n_bytes: int) -> float:
         """Return the expected duration of an operation of so many bytes."""
@@ -633,6 +626,7 @@ class RemoteTier:
         self._absent: dict[bytes, int] = {}
         self._quiet_until_ns, self._looked_ns = 0, self._clock.now_ns()
         self._doubtful: dict[bytes, int] = {}  # times of stores that failed, and may arrive late
+        self._unproven = set[bytes]()  # keys of erasures that failed
         self._closing, self._wake = threading.Lock(), threading.Event()
         self._listed: Future[None] = Future()
         compiling.watch()  # imports numba, which must not begin in two threads at a time
@@ -728,12 +722,15 @@ class RemoteTier:
     def erase(self, keys: Sequence[bytes]) -> int:
         """Remove frames from the engine, and verify with it that they are gone.
 
+        Those of earlier calls that failed are removed, too: until that is proven, each call fails.
+
         Raises:
             StoreError: The engine did not confirm it.
         """
         if not self._usable():
             raise StoreError(f"tier {self.name!r} is closed", "Open it again and erase then")
-        if not keys:
+        self._unproven.update(keys)
+        if not (keys := [*self._unproven]):
             return 0
         limit_s, known = self.limits.erase_s * (1 + len(keys) / DELETES), self.known
         strange = [key for key in keys if known.get(key) is None and not known.is_shunned(key)]
@@ -743,6 +740,7 @@ class RemoteTier:
             since_ns = self._clock.now_ns() - LATE_NS
             if late := sum(self._doubtful.get(key, since_ns) > since_ns for key in keys):
                 raise OSError(f"{late} failed stores may arrive until {AGAIN_S:g} s are over")
+            self._unproven.difference_update(keys)
             return gone
         except OSError as error:
             raise StoreError(
@@ -852,13 +850,12 @@ class RemoteTier:
         if isinstance(error, PermissionError):
             self._open = False
             self._wake.set()
+            said = f"{self.name} refuses access ({error})"
+            remedy = "Check the address, the credentials and their rights"
             if error.errno == errno.ENOENT:
+                said = f"{self.name}: {error.strerror}"
                 remedy = "Create it, or correct its name, the region and the endpoint"
-                raise StoreError(f"{self.name}: {error.strerror}", remedy) from error
-            raise StoreError(
-                f"{self.name} refuses access ({error})",
-                "Check the address, the credentials and their rights",
-            ) from error
+            raise StoreError(said, remedy) from error
         if error is not None:
             warnings.warn(
                 f"{self.name} does not answer ({error}): it will be tried again",
@@ -898,15 +895,15 @@ class RemoteTier:
         if "erasure_log" not in vars(self):  # no cache has used it
             return
         self.erasure_log.look()
-        if not (due := self.erasure_log.due()):
-            return
+        self.erasure_log.repeat(self._erase_again)
+
+    def _erase_again(self, erased: Iterable[Erased]) -> None:
         try:
             self.survey()
-            self.erasure_log.end_due(due)
         finally:
-            for erased in due:
-                named = {key for key, _ in self.known.facts() if erased.has(key)}
-                self.known.condemn(named | erased.among(self._entries()))
+            for one in erased:
+                named = {key for key, _ in self.known.facts() if one.has(key)}
+                self.known.condemn(named | one.among(self._entries()))
             self._delete_condemned()
 
     def _due(self) -> bool:
@@ -1110,9 +1107,9 @@ class RemoteTier:
                 # found.
                 if item.done is None:
                     failed = self._guarded(item, lambda: self._put(item, data))
-                    fact = (
-                        None if failed is not None else Fact(len(data), header.info, time.time_ns())
-                    )
+                    if failed is None:
+                        self._unproven.discard(item.key)
+                        fact = Fact(len(data), header.info, time.time_ns())
                 in_time = self._workers.claim(item) is not None
             finally:
                 self.known.land(item.key, fact, header)
@@ -1151,8 +1148,7 @@ class RemoteTier:
             try:
                 self.backend.put(item.key.hex(), data, timeout_s)
             except BaseException as error:
-                refused = getattr(error, "errno", 0) in (*ANSWERS, errno.EAGAIN)
-                if not (refused or isinstance(error, PermissionError)):
+                if getattr(error, "errno", 0) not in REFUSED:
                     self._doubtful[item.key] = self._clock.now_ns()
                 raise
             self._learn(self.writing, len(data), begun, timeout_s)

@@ -162,6 +162,23 @@ def test_an_engine_that_does_not_confirm_it_is_named() -> None:
     a.close()
 
 
+@pytest.mark.parametrize("how", ["prompt", "tenant", "model"])
+def test_forgetting_again_is_no_proof(how: str) -> None:
+    engine = FaultyBackend()
+    a = cache(engine)
+    published(a, P)
+    assert a.flush()
+    forget = {"prompt": lambda: a.forget(P), "tenant": lambda: a.forget(tenant="")}
+    engine.always["delete"] = "ignore"
+    for _ in range(3):
+        with pytest.raises(StoreError, match="are still there"):
+            forget.get(how, a.invalidate)()
+    engine.release()
+    forget.get(how, a.invalidate)()
+    assert [*engine.objects] == ["erased"]
+    a.close()
+
+
 # ---- the object
 
 

@@ -441,15 +441,30 @@ def test_erase_waits_for_stores_that_may_still_arrive(engine: FaultyBackend, fau
     engine.plan.clear()
     engine.plan["put"] = ["lost reply"]
     stored(tier, [1])
-    for _ in range(2):
-        with pytest.raises(StoreError, match="2 failed stores may arrive"):
-            tier.erase([key_of(0), key_of(1), key_of(2)])
     assert tier.erase([key_of(2)]) == 0
+    for keys in ([key_of(0), key_of(1), key_of(2)], []):  # also where nothing is known any more
+        with pytest.raises(StoreError, match="2 failed stores may arrive"):
+            tier.erase(keys)
     clock.advance(s=AGAIN_S)
     put(other := open_tier(engine), [0])
     other.close()
-    assert tier.erase([key_of(0), key_of(1), key_of(2)]) == 1 and not engine.objects
+    assert tier.erase([]) == 1 and not engine.objects
     tier.close()
+
+
+@pytest.mark.parametrize("fault", ["ignore", "error", "refuse"])
+def test_an_erasure_that_failed_is_not_proven_by_asking_again(
+    engine: FaultyBackend, tier: RemoteTier, fault: str
+) -> None:
+    """Nothing was known of the frames any more, so the second call did nothing, and returned."""
+    stored(tier, range(2))
+    engine.always["delete"] = fault
+    for keys in ([key_of(0)], [], [key_of(1)], []):
+        with pytest.raises(StoreError, match="did not confirm"):
+            tier.erase(keys)
+    engine.release()
+    tier.erase([])
+    assert not engine.objects and tier.erase([]) == 0
 
 
 def test_a_library_that_raises_anything_costs_a_miss(
