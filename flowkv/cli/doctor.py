@@ -208,7 +208,7 @@ def _compiler() -> Iterator[Finding]:
 
 def _extras() -> Iterator[Finding]:
     for extra, (name, oldest, purpose) in EXTRAS.items():
-        if not version_of(name) and version_of(_ALIKE.get(name, "")):
+        if name in _ALIKE and not version_of(name) and version_of(_ALIKE[name]):
             name = _ALIKE[name]
         wanted, note = f"flowkv[{extra}]", f" ({purpose})"
         found = _package(name, oldest, wanted, ("note", "warn"), note, extra=extra)
