@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
@@ -15,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.block_table import WINDOW_SLACK_TOKENS, Planner
-from flowkv.cache.export import DTYPES, MOST_ELEMENTS
+from flowkv.cache.export import DTYPES, TensorForm, bytes_of
 from flowkv.cache.index import LAYOUT, Block, Copy, Saved, SwappedCopy, frame_infos
 from flowkv.cache.pool import download, upload
 from flowkv.cache.restore import PrefixMatcher, RestoreJob
 from flowkv.cache.sequence import READY, SUSPENDED, Sequence
 from flowkv.core.errors import CapacityError, StateError, StoreError
-from flowkv.core.files import MALFORMED, sensible
+from flowkv.core.files import MALFORMED
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.core.keys import within
 from flowkv.observe.events import Hit
@@ -325,14 +324,8 @@ def discard(lines: Planner, seq: Sequence) -> None:
 # No pickle: every length is checked against the blob before it is used (DESIGN D11).
 
 
-class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class _Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tensors: tuple[_Tensor, ...]
+    tensors: tuple[TensorForm, ...]
     plain: dict[str, Any]
 
 
@@ -346,11 +339,8 @@ def encode_state(values: Mapping[str, Any]) -> bytes:
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
-            if dtype not in DTYPES:
-                raise StoreError(f"state {name!r} has dtype {dtype}", "Convert it to a plain dtype")
-            tensors.append(_Tensor(name, dtype, tuple(value.shape)))
-            flat = value.detach().contiguous().reshape(-1).cpu()
-            bodies.append(flat.view(torch.uint8).numpy().tobytes())
+            tensors.append(TensorForm(name, dtype, tuple(value.shape)))
+            bodies.append(bytes_of(name, value))
         else:
             plain[name] = value
     try:
@@ -375,17 +365,13 @@ def decode_state(blob: bytes | memoryview) -> dict[str, Any]:
     values: dict[str, Any] = dict(description.plain)
     at = 4 + length
     for tensor in description.tensors:
-        dtype = DTYPES.get(tensor.dtype)
-        shape = tensor.shape
-        sound = sensible(shape) and math.prod(max(n, 1) for n in shape) <= MOST_ELEMENTS
-        n_bytes = math.prod(shape) * dtype.itemsize if dtype and sound else 0
-        if dtype is None or not sound or at + n_bytes > len(blob):
+        if not tensor.lies_within(at, len(blob)):
             raise StoreError(f"stored state {tensor.name!r} is damaged", "Delete the store")
-        raw = bytearray(blob[at : at + n_bytes])
+        dtype, raw = DTYPES[tensor.dtype], bytearray(blob[at : at + tensor.tensor_bytes])
         room = torch.frombuffer(raw or bytearray(dtype.itemsize), dtype=dtype)
-        flat = room[: n_bytes // dtype.itemsize]
-        values[tensor.name] = flat.reshape(shape)
-        at += n_bytes
+        flat = room[: tensor.tensor_bytes // dtype.itemsize]
+        values[tensor.name] = flat.reshape(tensor.shape)
+        at += tensor.tensor_bytes
     return values
 
 

@@ -90,6 +90,12 @@ def test_shapes_are_checked_before_memory_is_taken(shape: tuple[int, ...]) -> No
         decode_state(len(head).to_bytes(4, "little") + head + bytes(64))
 
 
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")])
+def test_tensors_without_bytes_are_refused_in_words(tensor: torch.Tensor) -> None:
+    with pytest.raises(StoreError, match="tensor 'x' has no bytes of its own"):
+        encode_state({"x": tensor})
+
+
 def test_deep_nesting_is_refused() -> None:
     head = b"\x82\xa7tensors\x90\xa5plain\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"
     with pytest.raises(StoreError, match="damaged"):
