@@ -86,8 +86,8 @@ class ByScore(LeafOrder):
         """Add blocks that became resident, root to leaf; `parents[i]` is a slot or -1."""
         slots = as_slots(slots)
         super().insert(now_ns, slots, parents, **said)
-        if len(self._past) < len(self._arrays[0]):
-            grown = np.zeros(len(self._arrays[0]), PAST)
+        if len(self._past) < len(self._order[0]):
+            grown = np.zeros(len(self._order[0]), PAST)
             grown[: len(self._past)] = self._past
             self._past = grown
         self._past["n_bytes"][slots] = said.get("n_bytes", 1)
@@ -101,7 +101,7 @@ class ByScore(LeafOrder):
         slots = as_slots(slots)
         super().access(now_ns, slots, visit)
         slots = slots[(slots >= 0) & (slots < len(self._past))]
-        nodes = self._arrays[0][slots]
+        nodes = self._order[0][slots]
         self._use(slots[(nodes["birth"] != 0) & (nodes["live"] >= 0)], visit)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
@@ -119,7 +119,7 @@ class ByScore(LeafOrder):
         slots = as_slots(slots)
         super().forget(slots)
         slots = slots[(slots >= 0) & (slots < len(self._past))]
-        self._past[slots[self._arrays[0]["birth"][slots] == 0]] = np.zeros(1, PAST)
+        self._past[slots[self._order[0]["birth"][slots] == 0]] = np.zeros(1, PAST)
 
     def _use(self, slots: Slots, visit: Visit) -> None:
         """Count a use of each block and score it again."""
@@ -133,11 +133,11 @@ class ByScore(LeafOrder):
         past["last_ns"] = now
         past["uses"] += 1
         self._past[slots] = past
-        depth = self._arrays[0]["depth"][slots].astype(np.int64)
+        depth = self._order[0]["depth"][slots].astype(np.int64)
         uses, first, before = past["uses"], past["first_ns"], past["before_ns"]
         known = slots.copy(), uses, first, before, depth, past["n_bytes"], past["cost_ns"]
         keys = self._checked(self.score(now, Use(*known, visit)), len(slots))
-        assign(*self._arrays, self._state, slots, keys)
+        assign(*self._order, slots, keys)
 
     def _checked(self, scores: object, n: int) -> Slots:
         """Return the keys of scores, checked, since compiled code reads one for each block."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, NO_VISIT, Policy, Slots, Visit
-from flowkv.policy.hazard.compiled import learner_on, rekey
+from flowkv.policy.hazard.compiled import rekey
 from flowkv.policy.hazard.index import HazardIndex
 from flowkv.policy.order import compiled
 from flowkv.policy.order.compiled import Array, inner, kernel
@@ -105,9 +105,8 @@ def lose(ring: Array, book: Array, slots: Array) -> None:
 
 
 @kernel
-def follow(desk: Array, mode: int) -> None:
+def follow(order: tuple[Array, ...], learner: tuple[Array, ...], mode: int) -> None:
     """Switch the order to another mode, and sort every leaf by its new key."""
-    order = compiled.order_on(desk)
     nodes, heaps, state = order
     state[compiled.MODE] = mode
     state[compiled.TAU] = mode == LEARNED  # 1 ns keeps a key, 0 is the last use
@@ -123,7 +122,7 @@ def follow(desk: Array, mode: int) -> None:
             compiled.reorder(nodes, heaps, state, s)
             compiled.attend(nodes, heaps, state, s)
         if nodes[s].birth != 0 and nodes[s].kids == 0:
-            rekey(order, learner_on(desk), s, state[compiled.CLOCK])
+            rekey(order, learner, s, state[compiled.CLOCK])
 
 
 class Hedge(HazardIndex):
@@ -174,7 +173,7 @@ class Hedge(HazardIndex):
         """
         slots = as_slots(slots)
         super().access(now_ns, slots, visit)
-        told = self._arrays[0], self._ring, self._book, slots, now_ns, max(self._left)
+        told = self._order[0], self._ring, self._book, slots, now_ns, max(self._left)
         if ask(*told) != self._learned:
             self._turn(not self._learned)
 
@@ -261,7 +260,7 @@ class Hedge(HazardIndex):
 
     def _turn(self, learned: bool) -> None:
         """Let the learned index decide, or LRU."""
-        follow(self._desk, LEARNED if learned else ASIDE)
+        follow(self._order, self._learner, LEARNED if learned else ASIDE)
 
     def _measure(self) -> None:
         """Estimate how many blocks fit from the number left after an eviction.
@@ -276,6 +275,6 @@ class Hedge(HazardIndex):
 
     def _grow(self, room: int) -> None:
         super()._grow(room)
-        ring = np.zeros(len(self._arrays[0]), RING)
+        ring = np.zeros(len(self._order[0]), RING)
         ring[: len(self._ring)] = self._ring
         self._ring = ring

@@ -219,4 +219,4 @@ class Optimum(LeafOrder):
         keys = np.full(len(self._chain), -NOT_AGAIN, np.int64)
         n = min(len(keys), len(self._due))
         keys[:n] = -self._due[:n]
-        assign(*self._arrays, self._state, self._chain, keys)
+        assign(*self._order, self._chain, keys)

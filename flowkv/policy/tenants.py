@@ -105,18 +105,14 @@ class Tenants(Policy):
     Args:
         make: Factory of a tenant's policy.
         quotas: Tenant -> quota.
-        default: Quota of all other tenants.
     """
 
     name = "tenants"
 
     def __init__(
-        self,
-        make: Callable[[], Policy],
-        quotas: Mapping[int, Quota] | None = None,
-        default: Quota = Quota(),  # noqa: B008, frozen
+        self, make: Callable[[], Policy], quotas: Mapping[int, Quota] | None = None
     ) -> None:
-        self._make, self._quotas, self._default = make, dict(quotas or {}), default
+        self._make, self._quotas = make, dict(quotas or {})
         self._accounts: dict[int, TenantAccount] = {}
         self._owner: dict[int, int] = {}
         self._queued: dict[int, Slots] = {}  # of requests without an owned block
@@ -469,18 +465,15 @@ class Tenants(Policy):
     def _account(self, tenant: int) -> TenantAccount:
         account = self._accounts.get(tenant)
         if account is None:
-            account = self._accounts[tenant] = TenantAccount(self._make(), self._quota(tenant))
+            quota = self._quotas.get(tenant, Quota())
+            account = self._accounts[tenant] = TenantAccount(self._make(), quota)
             if tenant in self._models:
                 account.load_model(self._models.pop(tenant))
         return account
 
     def _payer(self, tenant: int) -> int:
         """Return the account of a tenant: its own where it has a quota, else the shared one."""
-        own = tenant in self._quotas or self._default != Quota()
-        return tenant if own else SHARED
-
-    def _quota(self, tenant: int) -> Quota:
-        return self._quotas.get(tenant, self._default)
+        return tenant if tenant in self._quotas else SHARED
 
     def _parts(self, slots: Slots) -> list[tuple[int, Slots]]:
         """Return the slots of each owning tenant, in order; slots without an owner are left out."""

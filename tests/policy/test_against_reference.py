@@ -147,7 +147,7 @@ class Both(RuleBasedStateMachine):
             return
         blocks, slow = self.slow.blocks, self.slow
         assert self.fast.resident() == sorted(blocks)
-        nodes = self.fast._arrays[0]
+        nodes = self.fast._order[0]
         fixed = slow.blocked(())
         marked = 0
         for s, block in blocks.items():
@@ -173,7 +173,7 @@ class Both(RuleBasedStateMachine):
         self.is_heap(DUES, nodes["due"])
 
     def is_heap(self, which, place):
-        heaps = self.fast._arrays[1]
+        heaps = self.fast._order[1]
         entries = heaps[which, : self.fast._state[which]].tolist()
         assert all(entries[(i - 1) // 2] < entries[i] for i in range(1, len(entries)))
         assert all(place[tie & (1 << 28) - 1] == i for i, (_, tie) in enumerate(entries))

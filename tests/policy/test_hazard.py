@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.policy import HazardIndex, Lease, Visit
+from flowkv.policy import HazardIndex, Lease, Policy, Visit, make_policy
 from tests.inside import (
     BASE_LIMIT,
     BASES,
@@ -316,3 +317,37 @@ def test_damaged_models_are_refused(spoil):
     }[spoil]
     with pytest.raises(ConfigError, match=r"start without it|hazard model"):
         HazardIndex().load_model(damaged)
+
+
+# ---- copies
+
+
+def serve(policy: Policy, first: int, last: int) -> list[list[int]]:
+    """Requests that need ever higher slot numbers, with room for 300 blocks."""
+    gone = []
+    for r in range(first, last):
+        slots = np.arange(16 * r, 16 * r + 16)
+        policy.access(r * 10**9, slots)
+        policy.insert(r * 10**9, slots, slots - 1)
+        victims = policy.evict(r * 10**9, max(len(policy.resident()) - 300, 0))
+        assert victims is not None
+        gone.append(victims.tolist())
+    return gone
+
+
+def arrays(policy: Policy) -> list[bytes]:
+    """Everything the order and its model remember."""
+    return [array.tobytes() for array in (*policy._order, *policy._learner)]
+
+
+@pytest.mark.parametrize("name", ["hazard", "auto"])
+def test_a_copy_goes_on_by_itself(name: str) -> None:
+    policy = make_policy(name)
+    serve(policy, 0, 40)
+    twin = copy.deepcopy(policy)
+    before, image = policy.digest(), arrays(policy)
+    theirs = serve(twin, 40, 80)
+    assert policy.digest() == before
+    assert arrays(policy) == image
+    assert serve(policy, 40, 80) == theirs
+    assert policy.digest() == twin.digest() != before

@@ -690,27 +690,14 @@ def find_return(learner: tuple[Array, ...], slots: Array, now: int) -> tuple[int
 # Calls of the `Policy` protocol that a learned order answers otherwise than a static one.
 #
 # `order` holds the arrays of the order: nodes, heaps, state. `learner` holds the learned arrays:
-# own (per slot), tips, traits and rows (per tip), models, counters. Calls of every request get both
-# as one argument, the `desk` of an `ArrayCall`.
-
-MIND = (
-    (OWN, 1),
-    (TIP, 1),
-    (np.float64, 2),
-    (np.int32, 2),
-    (np.float64, 2),
-    (np.int64, 1),
-)
-"""Types of own, tips, traits, rows, models, counters."""
-
-KINDS = compiled.ORDER + MIND
-learner_on = compiled.opener(len(compiled.ORDER), MIND)
+# own (per slot), tips, traits and rows (per tip), models, counters.
 
 
 @kernel
-def visit(desk: Array, slots: Array, now: int, blocks: int) -> int:
+def visit(
+    order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array, now: int, blocks: int
+) -> int:
     """Record a request for these blocks, of `blocks` in all; return its tip, -1 without room."""
-    order, learner = compiled.order_on(desk), learner_on(desk)
     nodes, heaps, state = order
     own, tips, _traits, _rows, _model, counters = learner
     if compiled.room_for(len(nodes), slots) != 0 or counters[TIPS] >= len(tips):
@@ -778,24 +765,27 @@ def join(
 
 
 @kernel
-def tick(desk: Array, now: int) -> int:
+def tick(order: tuple[Array, ...], learner: tuple[Array, ...], now: int) -> int:
     """Run the order's `tick`, and advance the tips as well."""
-    order = compiled.order_on(desk)
     nodes, heaps, state = order
-    advance(order, learner_on(desk), compiled.expire(nodes, heaps, state, now))
+    advance(order, learner, compiled.expire(nodes, heaps, state, now))
     return int(state[compiled.EXPIRED])
 
 
 @kernel
 def insert(
-    desk: Array, slots: Array, parents: Array, lease: Array, said: tuple[int, int, int]
+    order: tuple[Array, ...],
+    learner: tuple[Array, ...],
+    slots: Array,
+    parents: Array,
+    lease: Array,
+    said: tuple[int, int, int],
 ) -> bool:
     """Run the order's `insert`, then `join` if there is room for tips; return whether there was.
 
     Expiry and edges up to the present come first.
     """
-    tick(desk, said[0])
-    order, learner = compiled.order_on(desk), learner_on(desk)
+    tick(order, learner, said[0])
     nodes, heaps, state = order
     compiled.insert(nodes, heaps, state, slots, parents, lease, said)
     fits = learner[5][TIPS] + len(slots) <= len(learner[1])
@@ -805,10 +795,11 @@ def insert(
 
 
 @kernel
-def finish(desk: Array, now: int, t: int, stop: int, out: int) -> None:
+def finish(
+    order: tuple[Array, ...], learner: tuple[Array, ...], now: int, t: int, stop: int, out: int
+) -> None:
     """Record the end of the request of tip `t`."""
-    tick(desk, now)
-    order, learner = compiled.order_on(desk), learner_on(desk)
+    tick(order, learner, now)
     tips = learner[1]
     tips[t].stop = stop
     tips[t].output = out
@@ -866,9 +857,10 @@ def forget(order: tuple[Array, ...], learner: tuple[Array, ...], slots: Array) -
 
 
 @kernel
-def evict(desk: Array, protected: Array, victims: Array, now: int) -> bool:
+def evict(
+    order: tuple[Array, ...], learner: tuple[Array, ...], protected: Array, victims: Array, now: int
+) -> bool:
     """Run the order's `evict`; update parents that become leaves."""
-    order, learner = compiled.order_on(desk), learner_on(desk)
     nodes, heaps, state = order
     now = compiled.expire(nodes, heaps, state, now)
     advance(order, learner, now)

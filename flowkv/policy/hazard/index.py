@@ -26,7 +26,6 @@ from flowkv.policy.order.compiled import (
     COUNT,
     NEVER,
     SLOT_LIMIT,
-    ArrayCall,
     room_for,
 )
 from flowkv.policy.order.leaf import LeafOrder, as_slots
@@ -158,7 +157,6 @@ class HazardIndex(LeafOrder):
         )
         self._learner[-1][learned.REACHED :] = self._learner[-1][learned.NEXT] = NEVER
         self._open: dict[int, int] = {}
-        self._laid = ArrayCall()
         self._asked = np.zeros(0, learned.ASKED)
         config = configure(HazardConfig, self.name, options)
         super().__init__(1, config)  # 1 ns leaves a key beyond the clock unchanged
@@ -172,11 +170,10 @@ class HazardIndex(LeafOrder):
         Known blocks that are not resident train the model as well.
         """
         slots = as_slots(slots)
-        said = (now_ns, visit.blocks)
-        tip = learned.visit(self._desk, slots, *said)
+        tip = learned.visit(self._order, self._learner, slots, now_ns, visit.blocks)
         if tip < 0:
             slots = self._fit(slots)
-            tip = learned.visit(self._desk, slots, *said)
+            tip = learned.visit(self._order, self._learner, slots, now_ns, visit.blocks)
         if self._queued and visit.request in self._queued:
             self.abort(now_ns, visit.request)
         if visit.request >= 0:
@@ -188,7 +185,7 @@ class HazardIndex(LeafOrder):
         """Record the end of a request: why it ended, and its output tokens."""
         tip = self._open.pop(request, -1)
         if tip >= 0:
-            learned.finish(self._desk, now_ns, tip, stop, output_tokens)
+            learned.finish(self._order, self._learner, now_ns, tip, stop, output_tokens)
 
     def abort(self, now_ns: int, request: int) -> None:
         """Cancel a request that was enqueued or accessed."""
@@ -248,15 +245,15 @@ class HazardIndex(LeafOrder):
     def _insert(
         self, slots: Slots, parents: Slots, terms: Slots, said: tuple[int, int, int]
     ) -> None:
-        if not learned.insert(self._desk, slots, parents, terms, said):
+        if not learned.insert(self._order, self._learner, slots, parents, terms, said):
             self._make_room(len(slots))
             learned.join(self._order, self._learner, slots, parents)
 
     def _evict(self, guarded: Slots, victims: Slots, now_ns: int) -> bool:
-        return bool(learned.evict(self._desk, guarded, victims, now_ns))
+        return bool(learned.evict(self._order, self._learner, guarded, victims, now_ns))
 
     def _tick(self, now_ns: int) -> int:
-        return int(learned.tick(self._desk, now_ns))
+        return int(learned.tick(self._order, self._learner, now_ns))
 
     def _worth(self, slot: int) -> float:
         """Return the index in 1/s as of the last call; non-default classes lie far off."""
@@ -289,31 +286,22 @@ class HazardIndex(LeafOrder):
 
     # ---- parts
 
-    @property
-    def _desk(self) -> NDArray[Any]:
-        """Arrays of the order and the learner, laid out for compiled calls."""
-        return self._laid.lay(learned.KINDS, (self._arrays, self._state, self._learner))
-
-    @property
-    def _order(self) -> tuple[NDArray[Any], ...]:
-        return (*self._arrays, self._state)
-
     def _fit(self, slots: Slots) -> Slots:
         """Return the valid slot numbers among these, and make room for them and for a tip."""
-        room = room_for(len(self._arrays[0]), slots)
+        room = room_for(len(self._order[0]), slots)
         if room < 0:
             slots = slots[(slots >= 0) & (slots < SLOT_LIMIT)]
-            room = room_for(len(self._arrays[0]), slots)
+            room = room_for(len(self._order[0]), slots)
         if room > 0:
             self._grow(room)
         self._make_room(1)
         return slots
 
     def _grow(self, room: int) -> None:
-        if room > len(self._arrays[0]):
+        if room > len(self._order[0]):
             super()._grow(room)
         old = self._learner[0]
-        own = np.zeros(len(self._arrays[0]), learned.OWN)
+        own = np.zeros(len(self._order[0]), learned.OWN)
         own[: len(old)] = old[: len(own)]
         own["tip"][len(old) :] = -1
         self._learner = (own, *self._learner[1:])
@@ -324,7 +312,7 @@ class HazardIndex(LeafOrder):
         if used + n <= len(tips):
             return
         keep = np.zeros(max(used, 1), np.int64)
-        used = learned.compact(self._learner, self._arrays[0], keep, GHOSTS)
+        used = learned.compact(self._learner, self._order[0], keep, GHOSTS)
         self._open = {r: int(keep[t]) for r, t in self._open.items() if keep[t] >= 0}
         if used + n > len(tips) // 2:
             self._widen(used, 2 * (used + n))

@@ -85,10 +85,8 @@ class LeafOrder(Policy):
         self._state = np.zeros(compiled.LISTS + compiled.TENANTS + 1, np.int64)
         self._state[compiled.CLOCK] = -compiled.CLOCK_LIMIT
         self._state[compiled.TAU] = tau_ns
-        self._arrays: tuple[NDArray[Any], NDArray[Any]] = (
-            np.zeros(0, compiled.NODE),
-            np.zeros((compiled.HEAPS, 0, 2), np.int64),
-        )
+        heaps = np.zeros((compiled.HEAPS, 0, 2), np.int64)
+        self._order: tuple[NDArray[Any], ...] = np.zeros(0, compiled.NODE), heaps, self._state
         self._queued: dict[int, Slots] = {}
         self._grow(FIRST_CAPACITY)
         classes = self.config.classes().items()
@@ -101,22 +99,22 @@ class LeafOrder(Policy):
         old = self._state
         self._state = np.zeros(compiled.LISTS + compiled.TENANTS + 2 * (tenant + 1), np.int64)
         self._state[: len(old)] = old
+        self._order = (*self._order[:2], self._state)
 
     def _grow(self, room: int) -> None:
         """Make room for slots below `room`: double, so that growing costs O(1) per slot."""
-        nodes, heaps = self._arrays
-        old, new = len(nodes), max(room, 2 * len(nodes))
-        grown = np.zeros(new, compiled.NODE), np.zeros((len(heaps), new, 2), np.int64)
-        grown[0][:old], grown[1][:, :old] = nodes, heaps
-        grown[0]["place"][old:] = grown[0]["due"][old:] = -1
-        self._arrays = grown
+        old, new = len(self._order[0]), max(room, 2 * len(self._order[0]))
+        nodes, heaps = np.zeros(new, compiled.NODE), np.zeros((compiled.HEAPS, new, 2), np.int64)
+        nodes[:old], heaps[:, :old] = self._order[:2]
+        nodes["place"][old:] = nodes["due"][old:] = -1
+        self._order = nodes, heaps, self._state
 
     def _call(self, kernel: Callable[..., None], slots: Slots, *said: object) -> None:
         """Make a compiled call about slots that may be new, after making room for them."""
-        room = compiled.room_beyond(len(self._arrays[0]), slots)
+        room = compiled.room_beyond(len(self._order[0]), slots)
         if room > 0:
             self._grow(room)
-        kernel(*self._arrays, self._state, slots, *said)
+        kernel(*self._order, slots, *said)
 
     def insert(
         self,
@@ -139,7 +137,7 @@ class LeafOrder(Policy):
         """
         slots, parents = as_slots(slots), as_slots(parents)
         terms, extra = self.terms(slots, parents, lease, tenant), self._extra(n_bytes, cost_ns)
-        room = compiled.room_for(len(self._arrays[0]), slots)
+        room = compiled.room_for(len(self._order[0]), slots)
         if room < 0:
             raise no_slot()
         if room > 0:
@@ -166,28 +164,28 @@ class LeafOrder(Policy):
 
         For blocks that are not resident, only hints end.
         """
-        compiled.access(*self._arrays, self._state, as_slots(slots), now_ns)
+        compiled.access(*self._order, as_slots(slots), now_ns)
         if self._queued and visit.request in self._queued:
-            compiled.queue(*self._arrays, self._state, self._queued.pop(visit.request), -1)
+            compiled.queue(*self._order, self._queued.pop(visit.request), -1)
 
     def remove(self, slots: Slots) -> None:
         """Remove blocks that left for another reason than `evict`.
 
         Children of a removed block stay, as roots.
         """
-        compiled.remove(*self._arrays, self._state, as_slots(slots))
+        compiled.remove(*self._order, as_slots(slots))
 
     def forget(self, slots: Slots) -> None:
         """Forget slots that are not resident; the numbers may be reused for other blocks.
 
         Their counts and hints end; resident blocks are ignored.
         """
-        compiled.forget(*self._arrays, self._state, as_slots(slots))
+        compiled.forget(*self._order, as_slots(slots))
 
     def abort(self, now_ns: int, request: int) -> None:
         """Cancel a request that was enqueued."""
         if request in self._queued:
-            compiled.queue(*self._arrays, self._state, self._queued.pop(request), -1)
+            compiled.queue(*self._order, self._queued.pop(request), -1)
 
     def pin(self, slots: Slots) -> None:
         """Pin blocks, resident or not, against eviction until as many `unpin`; nests.
@@ -198,7 +196,7 @@ class LeafOrder(Policy):
 
     def unpin(self, slots: Slots) -> None:
         """Release one `pin` of each block. Slots that are not pinned are ignored."""
-        compiled.pin(*self._arrays, self._state, as_slots(slots), -1)
+        compiled.pin(*self._order, as_slots(slots), -1)
 
     def hint(self, now_ns: int, slots: Slots, eta_ns: int, sigma: float = 0.5) -> None:
         """Record that the application expects the next use of this chain in about `eta_ns`.
@@ -226,7 +224,7 @@ class LeafOrder(Policy):
             tenant = -1  # an unknown tenant has no blocks; only the clock advances
         self._tick(now_ns)
         if tenant >= 0:
-            compiled.invalidate(*self._arrays, self._state, now_ns, tenant)
+            compiled.invalidate(*self._order, now_ns, tenant)
 
     def admit(self, now_ns: int, slots: Slots) -> NDArray[np.bool_]:
         """Admit all blocks: these policies choose victims only."""
@@ -260,7 +258,7 @@ class LeafOrder(Policy):
         if count == 0:
             return np.empty(0, np.int64)
         out = np.empty(count, np.int64)
-        compiled.members(self._arrays[0], self._state, compiled.RUN_OUT, out)
+        compiled.members(self._order[0], self._state, compiled.RUN_OUT, out)
         out.sort()
         compiled.record(self._state, out)
         return out
@@ -270,7 +268,7 @@ class LeafOrder(Policy):
 
         It is as of the last call; classes other than the default lie far off.
         """
-        nodes = self._arrays[0]
+        nodes = self._order[0]
         if not 0 <= slot < len(nodes) or nodes[slot]["birth"] == 0:
             return -np.inf
         if self._state[compiled.STALE]:
@@ -282,11 +280,11 @@ class LeafOrder(Policy):
 
         O(1), and as long for each protected block as for a pin.
         """
-        return int(compiled.peek(*self._arrays, self._state, as_slots(protected), now_ns))
+        return int(compiled.peek(*self._order, as_slots(protected), now_ns))
 
     def resident(self) -> Sequence[int]:
         """Return the resident slots, ascending."""
-        births: list[int] = np.flatnonzero(self._arrays[0]["birth"]).tolist()
+        births: list[int] = np.flatnonzero(self._order[0]["birth"]).tolist()
         return births
 
     def digest(self) -> int:
@@ -307,19 +305,19 @@ class LeafOrder(Policy):
         self, slots: Slots, parents: Slots, terms: Slots, said: tuple[int, int, int]
     ) -> None:
         """Insert blocks, whose slots there is room for."""
-        compiled.insert(*self._arrays, self._state, slots, parents, terms, said)
+        compiled.insert(*self._order, slots, parents, terms, said)
 
     def _evict(self, guarded: Slots, victims: Slots, now_ns: int) -> bool:
         """Fill `victims`, or return False with no slot touched."""
-        return bool(compiled.evict(*self._arrays, self._state, guarded, victims, now_ns))
+        return bool(compiled.evict(*self._order, guarded, victims, now_ns))
 
     def _tick(self, now_ns: int) -> int:
         """Advance the clock; return how many blocks have run out."""
-        return int(compiled.tick(*self._arrays, self._state, now_ns))
+        return int(compiled.tick(*self._order, now_ns))
 
     def _worth(self, slot: int) -> float:
         """Return the static key of a resident block, in nanoseconds."""
-        return float(compiled.worth(self._arrays[0], self._state, slot))
+        return float(compiled.worth(self._order[0], self._state, slot))
 
     def _extra(self, n_bytes: int, cost_ns: int) -> int:
         """Return the term that a block's worth adds to its key."""
