@@ -479,7 +479,7 @@ _MOST_BYTES = 1 << 44
 _BUNDLES_BUSY_S, _BUNDLES_PATIENCE_S = 0.1, 60.0
 
 
-class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Description of a tensor beside its stored bytes."""
 
     name: str
@@ -487,19 +487,19 @@ class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int, ...]
 
     @property
-    def n_bytes(self) -> int:
+    def tensor_bytes(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def fits(self, start: int, stop: int) -> bool:
+    def lies_within(self, start: int, stop: int) -> bool:
         """Return whether this describes a tensor with bytes from `start` on, `stop` at most."""
         if self.dtype not in DTYPES or not sensible(self.shape) or start < 0:
             return False
         most = math.prod(max(n, 1) for n in self.shape)
-        return most <= MOST_ELEMENTS and start + self.n_bytes <= stop
+        return most <= MOST_ELEMENTS and start + self.tensor_bytes <= stop
 
 
-class _Tensor(StoredTensor, frozen=True, forbid_unknown_fields=True):
+class _Tensor(TensorForm, frozen=True, forbid_unknown_fields=True):
     offset: int
 
 
@@ -620,7 +620,7 @@ class Bundles:
         except MALFORMED:
             return None
         sound = 0 <= table.n_bytes <= _MOST_BYTES and len(table.digest) == 16
-        fit = all(one.fits(one.offset, table.n_bytes) for one in table.tensors)
+        fit = all(one.lies_within(one.offset, table.n_bytes) for one in table.tensors)
         return table if sound and fit else None
 
     def _pieces(
@@ -751,9 +751,9 @@ def _spans(tensors: Iterable[_Tensor], n_bytes: int) -> list[tuple[int, int]]:
     """Return the byte ranges of the stripes that hold tensors, merged and in order."""
     last, spans = (n_bytes - 1) // PART_BYTES * PART_BYTES, list[tuple[int, int]]()
     end = last + _padded(n_bytes - last) if n_bytes else 0
-    for one in sorted((t for t in tensors if t.n_bytes), key=lambda t: t.offset):
+    for one in sorted((t for t in tensors if t.tensor_bytes), key=lambda t: t.offset):
         start = one.offset // STRIPE_BYTES * STRIPE_BYTES
-        stop = min(-(-(one.offset + one.n_bytes) // STRIPE_BYTES) * STRIPE_BYTES, end)
+        stop = min(-(-(one.offset + one.tensor_bytes) // STRIPE_BYTES) * STRIPE_BYTES, end)
         if spans and start <= spans[-1][1]:
             spans[-1] = spans[-1][0], max(stop, spans[-1][1])
         else:
@@ -764,7 +764,7 @@ def _spans(tensors: Iterable[_Tensor], n_bytes: int) -> list[tuple[int, int]]:
 
 def _tensor(one: _Tensor, spans: list[tuple[int, int]], buffers: list[bytearray]) -> torch.Tensor:
     """Return a tensor as a view of its loaded bytes."""
-    if not one.n_bytes:
+    if not one.tensor_bytes:
         return torch.zeros(one.shape, dtype=DTYPES[one.dtype], device="cpu")
     for (start, stop), buffer in zip(spans, buffers, strict=True):
         if start <= one.offset < stop:

@@ -1448,7 +1448,7 @@ class RestoreJob:
     def _until(self, index: int | None) -> bool:
         """Wait until a layer, or all of them (None), is loaded; return False if it will not be."""
         begun_s = time.perf_counter()
-        while (there := self.poll(index)) is None:
+        while (there := self._poll(index)) is None:
             self._rest()
         with self._guard:
             if self._in_row:
@@ -1466,11 +1466,12 @@ class RestoreJob:
         there = self.back.there if self.phase is RestorePhase.BROKEN else self._progress.there
         return all(map(there, range(self.request.layers) if index is None else (index,)))
 
-    def poll(self, index: int | None = None) -> bool | None:
-        """Return whether one layer, or all of them (None), is loaded; None while some load.
+    def poll(self) -> bool | None:
+        """Return whether all pages are loaded after `settle`; None while some load. Never waits."""
+        return self._poll()
 
-        Called after `settle`. It never waits.
-        """
+    def _poll(self, index: int | None = None) -> bool | None:
+        """Return whether one layer, or all of them (None), is loaded, see `poll`."""
         with self._guard:
             self.pump()
             if not self._in_row:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.block_table import WINDOW_SLACK_TOKENS, Planner
-from flowkv.cache.export import DTYPES, StoredTensor, bytes_of
+from flowkv.cache.export import DTYPES, TensorForm, bytes_of
 from flowkv.cache.index import LAYOUT, Block, Copy, Saved, SwappedCopy, frame_infos
 from flowkv.cache.pool import download, upload
 from flowkv.cache.restore import PrefixMatcher, RestoreJob
@@ -325,7 +325,7 @@ def discard(lines: Planner, seq: Sequence) -> None:
 
 
 class _Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[TensorForm, ...]
     plain: dict[str, Any]
 
 
@@ -339,7 +339,7 @@ def encode_state(values: Mapping[str, Any]) -> bytes:
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
-            tensors.append(StoredTensor(name, dtype, tuple(value.shape)))
+            tensors.append(TensorForm(name, dtype, tuple(value.shape)))
             bodies.append(bytes_of(name, value))
         else:
             plain[name] = value
@@ -365,13 +365,13 @@ def decode_state(blob: bytes | memoryview) -> dict[str, Any]:
     values: dict[str, Any] = dict(description.plain)
     at = 4 + length
     for tensor in description.tensors:
-        if not tensor.fits(at, len(blob)):
+        if not tensor.lies_within(at, len(blob)):
             raise StoreError(f"stored state {tensor.name!r} is damaged", "Delete the store")
-        dtype, raw = DTYPES[tensor.dtype], bytearray(blob[at : at + tensor.n_bytes])
+        dtype, raw = DTYPES[tensor.dtype], bytearray(blob[at : at + tensor.tensor_bytes])
         room = torch.frombuffer(raw or bytearray(dtype.itemsize), dtype=dtype)
-        flat = room[: tensor.n_bytes // dtype.itemsize]
+        flat = room[: tensor.tensor_bytes // dtype.itemsize]
         values[tensor.name] = flat.reshape(tensor.shape)
-        at += tensor.n_bytes
+        at += tensor.tensor_bytes
     return values
 
 

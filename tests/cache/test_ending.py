@@ -16,7 +16,7 @@ import pytest
 from flowkv import KV, Namespace
 from tests.cache.departing import CASES, PAGES, Hung
 from tests.cache.fakes import Deferred, lasting
-from tests.cache.toy import make_kv, opened, published, simple
+from tests.cache.toy import evict_all, make_kv, opened, published, simple
 from tests.inside import REAPER, ConfigError, bind, ending, follow
 
 
@@ -192,9 +192,7 @@ def test_a_page_that_left_its_device_meanwhile_is_counted_too() -> None:
     tier = failing("EIO")
     kv = make_kv(simple(), tiers=[tier])
     published(kv, list(range(40)))
-    with kv.lock:
-        while kv.planner.store.eviction.make_room(0, 1):
-            pass  # the tier has the bodies, and nothing else has
+    evict_all(kv)  # the tier has the bodies, and nothing else has
     tier.work("EIO")
     with pytest.warns(UserWarning, match="EIO"):
         assert not kv.flush()

@@ -19,7 +19,7 @@ from flowkv.tiers import Completion, FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import Deferred, Wrapped, lasting
-from tests.cache.toy import check_content, make_kv, opened, published, settle, simple
+from tests.cache.toy import check_content, evict_all, make_kv, opened, published, settle, simple
 from tests.inside import (
     Demoted,
     Failed,
@@ -645,9 +645,7 @@ def test_pages_that_are_on_their_way_down_are_found() -> None:
     disk = Deferred(lasting())
     kv = simple_kv(disk, pages=4, write_back=False)
     published(kv, P)
-    with kv.lock:
-        while kv.planner.store.eviction.make_room(0, 1):
-            pass
+    evict_all(kv)
     settle(kv)
     assert disk.waiting == 3 and not disk.frames
     assert kv.explain([*P, 0]).residency == {"lasting": 24}
@@ -686,9 +684,7 @@ def test_pages_that_cannot_wait_any_longer_are_dropped_and_counted() -> None:
     kv.planner.store.stack.mover.lanes[0].schedule.background_bytes = 4096
     published(kv, P)
     published(kv, Q)
-    with kv.lock:
-        while kv.planner.store.eviction.make_room(0, 1):
-            pass
+    evict_all(kv)
     dropped = kv.stats()["tiers"]["lasting"]["dropped"]
     assert dropped == 4, "one is in flight, one waits in the queue"
     audit(kv)
@@ -739,16 +735,20 @@ def test_a_tier_whose_breaker_is_open_is_left_alone_and_gets_its_pages_later() -
     audit(kv)
 
 
-def test_prompts_are_prefetched_while_others_compute() -> None:
+def stored_apart() -> tuple[Slow, KV]:
+    """A cache with three pages on a slow disk alone; no job is done until it is allowed."""
     disk = Slow(lasting())
     disk.allowed = 99
     kv = simple_kv(disk, pages=8)
     published(kv, P)
     kv.flush()
-    with kv.lock:
-        while kv.planner.store.eviction.make_room(0, 1):
-            pass
+    evict_all(kv)
     disk.allowed = 0
+    return disk, kv
+
+
+def test_prompts_are_prefetched_while_others_compute() -> None:
+    disk, kv = stored_apart()
     coming = kv.prefetch([*P, 0])
     assert (coming.pages, coming.left, coming.arrived) == (3, 3, 0)
     audit(kv)
@@ -771,15 +771,7 @@ def test_prompts_are_prefetched_while_others_compute() -> None:
 
 
 def test_opening_waits_for_what_is_prefetched_already() -> None:
-    disk = Slow(lasting())
-    disk.allowed = 99
-    kv = simple_kv(disk, pages=8)
-    published(kv, P)
-    kv.flush()
-    with kv.lock:
-        while kv.planner.store.eviction.make_room(0, 1):
-            pass
-    disk.allowed = 0
+    disk, kv = stored_apart()
     coming = kv.prefetch(P)
     with kv.open([*P, 0]) as seq:
         assert seq.reused == 24
@@ -793,15 +785,7 @@ def test_opening_waits_for_what_is_prefetched_already() -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "forget", "invalidate", "close"])
 def test_a_prefetch_that_is_not_wanted_any_more_leaves_nothing_behind(how: str) -> None:
-    disk = Slow(lasting())
-    disk.allowed = 99
-    kv = simple_kv(disk, pages=8)
-    published(kv, P)
-    kv.flush()
-    with kv.lock:
-        while kv.planner.store.eviction.make_room(0, 1):
-            pass
-    disk.allowed = 0
+    disk, kv = stored_apart()
     coming = kv.prefetch(P)
     if how == "cancel":
         coming.cancel()
@@ -882,9 +866,7 @@ def test_a_load_that_finds_the_breaker_open_is_not_tried_again_at_once() -> None
     kv = simple_kv(remote, pages=8, clock=clock)
     published(kv, P)
     assert kv.flush(60)
-    with kv.lock:
-        while kv.planner.store.eviction.make_room(0, 1):
-            pass
+    evict_all(kv)
     remote.away = True
     kv.open([*P, 0]).close()
     asked = remote.asked

@@ -19,7 +19,7 @@ from flowkv.tiers import Store
 from tests.cache.audit import audit
 from tests.cache.fakes import Deferred, Wrapped, lasting
 from tests.cache.test_machine import Machine
-from tests.cache.test_pinned import behind_a_bus
+from tests.cache.test_pinned import behind_a_bus, end
 from tests.cache.toy import advance, check_content, geometry, make_kv, opened, published, simple
 from tests.inside import Copies, HostTier, ManualClock, NextVictims, PolicyPlace, bind
 
@@ -73,14 +73,6 @@ def served(kv: KV, count: int) -> None:
         with kv.open([*prompt(number), 99]) as seq:
             assert seq.reused == 24
             check_content(kv, seq, prompt(number)[:24])
-
-
-def end(kv: KV, copies: Copies) -> None:
-    audit(kv)
-    kv.close()
-    copies.streams.finish()
-    gc.collect()
-    assert copies.staged_bytes() == 0
 
 
 # ---- what a request waits for

@@ -15,6 +15,7 @@ from tests.cache.toy import (
     PAGE,
     advance,
     check_content,
+    evict_all,
     geometry,
     make_kv,
     opened,
@@ -211,9 +212,7 @@ def test_a_forked_write_does_not_reach_a_page_that_is_being_stored() -> None:
     disk.work()
     kv.flush()
     seq.close()
-    with kv.lock:
-        while kv.planner.store.eviction.make_room(0, 1):
-            pass
+    evict_all(kv)
     assert reused(kv, P) == 24
 
 

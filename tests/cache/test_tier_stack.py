@@ -13,7 +13,7 @@ from flowkv.testing import MemoryTier
 from flowkv.tiers import Completion, Load, Outcome
 from tests.cache.audit import audit
 from tests.cache.fakes import Deferred, Silent, Wrapped, lasting
-from tests.cache.toy import check_content, make_kv, opened, published, settle, simple
+from tests.cache.toy import check_content, evict_all, make_kv, opened, published, settle, simple
 from tests.inside import Block, ManualClock, StoreError, bind
 
 P = [1] * 24
@@ -33,10 +33,8 @@ def back(kv: KV, clock: ManualClock) -> None:
     kv.flush(5.0)
 
 
-def evict_all(kv: KV) -> None:
-    with kv.lock:
-        while kv.planner.store.eviction.make_room(0, 1):
-            pass
+def evict_and_settle(kv: KV) -> None:
+    evict_all(kv)
     settle(kv)
 
 
@@ -58,7 +56,7 @@ def test_a_page_that_leaves_for_memory_still_waits_for_the_tier_that_lasts(earli
     for block in blocks(kv) if earlier else ():
         assert not store.eviction.store_pages([block], HOST)
     store.stack.mover.drain()
-    evict_all(kv)
+    evict_and_settle(kv)
     kv.planner.store.stack.mover.drain()
     assert len(near.frames) == 3 and not disk.frames and all(b.page < 0 for b in blocks(kv))
     assert store.writes.unsaved == 3 and not store.stack.lost and not dropped(store)
@@ -72,7 +70,7 @@ def test_what_waits_is_lost_once_memory_gives_it_up_and_not_when_it_is_forgotten
     near, disk = MemoryTier(name="near"), lasting()
     kv, clock = stacked(near, disk)
     published(kv, P)
-    evict_all(kv)
+    evict_and_settle(kv)
     store = kv.planner.store
     store.writes.drain()
     *_, last = blocks(kv)
@@ -154,13 +152,13 @@ def test_what_waits_is_lost_once_if_its_store_fails_for_good() -> None:
         store = kv.planner.store
         with kv.lock:
             for _ in tiers:
-                evict_all(kv)
+                evict_and_settle(kv)
                 store.writes.drain()
             clock.advance(s=61.0)
             for block in blocks(kv) if tiers else ():
                 store.stack.places[HOST].remove(block)
                 store.stack._evict(block, HOST, "space")
-            evict_all(kv)
+            evict_and_settle(kv)
             store.stack.mover.drain()
             disk.work("failed")
             store.stack.mover.drain()
@@ -178,7 +176,7 @@ def test_what_is_proven_on_its_way_to_memory_is_written_down() -> None:
     store.stack.provisional.active = True
     published(kv, P)
     with kv.lock:
-        evict_all(kv)
+        evict_and_settle(kv)
         assert [block.going for block in blocks(kv)] == [1 << HOST] * 3
         store.stack.provisional.begin()
         store.writes.confirm()
@@ -212,7 +210,7 @@ def test_a_page_that_cannot_be_deleted_can_be_evicted_later() -> None:
     kv = make_kv(simple(), pages=16, tiers=[near], clock=ManualClock())
     published(kv, P)
     stack = kv.planner.store.stack
-    evict_all(kv)
+    evict_and_settle(kv)
     stack.mover.drain()
     near.capacity_bytes = near.used_bytes()
     with kv.lock:
@@ -233,7 +231,7 @@ def test_what_cannot_be_written_is_counted(near: Any) -> None:
     published(kv, P)
     store = kv.planner.store
     if near is not None:
-        evict_all(kv)
+        evict_and_settle(kv)
         store.writes.drain()
     assert store.writes.unsaved == 3
     if not isinstance(near, Broken):
@@ -251,7 +249,7 @@ def test_a_drain_reads_memory_only() -> None:
     kv = make_kv(simple(), pages=16, tiers=[disk, far], clock=clock)
     kv.planner.store.stack.mover.lanes[0].rest(60.0)
     published(kv, P)
-    evict_all(kv)
+    evict_and_settle(kv)
     kv.planner.store.writes.drain()
     assert len(far.frames) == 3
     back(kv, clock)
@@ -280,7 +278,7 @@ def test_what_others_erased_is_not_lost() -> None:
     store = kv.planner.store
     with kv.lock:
         store.stack.mover.lanes[HOST].pump = lambda: 0
-        evict_all(kv)
+        evict_and_settle(kv)
         assert store.writes.unsaved == 6 and all(block.page < 0 for block in blocks(kv))
         store.stack.lose(known := blocks(kv), -1)
         store.forget(*known)
@@ -294,7 +292,7 @@ def test_a_page_that_leaves_while_its_tier_rests_is_dropped_and_counted_once(nea
     kv, clock = stacked(*[MemoryTier(name="near")] * near, disk, write_back=False)
     published(kv, P)
     stack = kv.planner.store.stack
-    evict_all(kv)
+    evict_and_settle(kv)
     kv.planner.store.writes.drain()
     assert bool(stack.lost) is not near and len(blocks(kv)) == 3 * near
     for block in blocks(kv):
@@ -304,7 +302,7 @@ def test_a_page_that_leaves_while_its_tier_rests_is_dropped_and_counted_once(nea
     assert kv.flush(1.0) is False and kv.flush(1.0) and not blocks(kv)
     published(kv, P)
     back(kv, clock)
-    evict_all(kv)
+    evict_and_settle(kv)
     for block in blocks(kv) if near else ():
         kv.planner.store.writes.drain()
         stack.places[HOST].remove(block)
@@ -337,7 +335,7 @@ def test_a_page_that_its_tier_should_not_store_or_has_is_not_dropped(reason: str
         for block in blocks(kv) if reason == "lease" else ():
             store._places[0].remove(block)
             store.eviction.leave([block], "lease")
-    evict_all(kv)
+    evict_and_settle(kv)
     assert not store.stack.lost and not dropped(store)
     assert len(blocks(kv)) == 3 * (reason == "held below")
 
@@ -383,7 +381,7 @@ def test_a_flush_gives_what_lies_in_memory_to_the_tier_that_lasts_together() -> 
     kv, clock = stacked(near, disk)
     for first in range(4):
         published(kv, [first, *P[1:]])
-    evict_all(kv)
+    evict_and_settle(kv)
     back(kv, clock)
     assert len(disk.frames) == 12 and disk._jobs >= -4
 
@@ -441,7 +439,7 @@ def test_a_page_that_comes_back_does_not_join_the_store_that_was_forgotten(reaso
         assert disk.waiting == 3
     assert kv.flush(5.0) and len(disk.frames) == 3 and not dropped(store)
     assert store.stack.mover.lanes[-1].stored_bytes == 3 * 4096
-    evict_all(kv)
+    evict_and_settle(kv)
     with opened(kv, [*P, 1], tag=2) as seq:
         assert seq.reused == 24
         check_content(kv, seq, [*P, 1], tag=2)

@@ -172,6 +172,13 @@ def content(kv: KV, seq: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tens
     return k[0].transpose(0, 1).cpu(), v[0].transpose(0, 1).cpu()
 
 
+def evict_all(kv: KV) -> None:
+    """All pages that no sequence holds leave the devices."""
+    with kv.lock:
+        while kv.planner.store.eviction.make_room(0, 1):
+            pass
+
+
 def check_content(
     kv: KV, seq: Sequence, tokens: Items[int], tag: int = 0, within: float = 0.0
 ) -> None:
