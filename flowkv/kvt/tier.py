@@ -483,7 +483,7 @@ class CodecTier(OverTier):
             return one.answer(Outcome.FAILED, "closed")
         self._send(submit, [item], [one])
         try:
-            return reply.get(timeout=max(end_ns - now_ns, 0) / 1e9 + _POLL_S)
+            return reply.get(timeout=max((end_ns - now_ns) / 1e9 + _POLL_S, 0))
         except queue.Empty:
             return one.answer(Outcome.FAILED, "deadline")
 

@@ -24,6 +24,15 @@ class Mine(DynamicCache):
     """A user's own class of caches."""
 
 
+class Compared(Mine):
+    """One whose objects cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other)
+
+
 def _filled(cache: DynamicCache) -> DynamicCache:
     for index in range(len(cache.layers)):
         cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), index)
@@ -71,6 +80,7 @@ CASES: dict[str, tuple[str | None, Change]] = {
         lambda model, given: given | {PAST: StaticCache(model.config, max_cache_len=64)},
     ),
     "a class of the user's": (None, lambda _, given: given | {PAST: Mine()}),
+    "a class without a hash": (None, lambda _, given: given | {PAST: Compared()}),
     "an offloaded cache": (
         "are offloaded",
         lambda _, given: given | {PAST: _marked(given[PAST], offloading=True)},

@@ -251,7 +251,7 @@ def test_a_client_that_leaves_frees_its_pages(servers: tuple[Server, Server], st
     link.sock.close() if link.sock else link.close()
     link.close()
     wait_for(lambda: ours.metric("open_sequences") == 0)
-    assert ours.metric("finished_total") == gone + 1
+    wait_for(lambda: ours.metric("finished_total") == gone + 1)
     assert 'finished_total{reason="cancelled"}' in ours.send("GET", "/metrics")[1]
 
 

@@ -575,7 +575,8 @@ def test_nothing_is_left_of_a_basis_that_came_too_late(
 def test_loads_wait_for_a_basis_no_longer_than_their_deadline(fault: str) -> None:
     """Each waited half a minute, one after the other, and was unlisted as of another layout."""
     engine = FaultyBackend()
-    store(made(RemoteTier(engine)))
+    learner_tier = made(RemoteTier(engine))
+    store(learner_tier)
     tier = made(RemoteTier(engine), basis=None)
     tier.bases.use({})  # unknown here, as after another process learned anew
     here, own = kvt_tier._basis_key(CODER.name).hex(), engine.get
@@ -602,6 +603,7 @@ def test_loads_wait_for_a_basis_no_longer_than_their_deadline(fault: str) -> Non
         time.sleep(0.1)
     assert [load(tier, n)[0].outcome for n in range(6)] == [Outcome.HIT] * 6
     tier.close()
+    learner_tier.close()
 
 
 def test_a_basis_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

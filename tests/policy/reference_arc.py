@@ -81,7 +81,7 @@ class SlowArc(SlowLfuTtl):
 
     def evict(self, now_ns, n, protected=()):
         done = super().evict(now_ns, n, protected)
-        if done is not None:
+        if done is not None and n > 0:
             self.size = max(self.size, len(self.blocks))
             for ghosts in self.ghosts:
                 del ghosts[: max(0, len(ghosts) - self.size)]

@@ -419,7 +419,7 @@ class ForwardHook:
         if captured(module):
             return None  # with prompts as they are, and caches that can be traced
         problem = self._foreign(cache)
-        if cache in self.passes or problem is None or getattr(cache, "left_pages", False):
+        if problem is None or cache in self.passes or getattr(cache, "left_pages", False):
             return None
         if problem:
             return problem

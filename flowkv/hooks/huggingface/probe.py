@@ -100,7 +100,8 @@ def probe(
             ids = ordinary_tokens(model, names, sum(parts))
             logits = _forward(model, names, ids, pair(names, cache))
             given = cache
-            if names.counts and names.positions in names.parameters:
+        if names.counts and names.positions in names.parameters:
+            with quiet(model):  # which draws the same random numbers again
                 names.counts, given = False, native_cache(model)
                 logits = _forward(model, names, ids, pair(names, given))
     except FlowKVError:

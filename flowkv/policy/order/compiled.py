@@ -1050,7 +1050,8 @@ def evict(
             remember(nodes, state, s)
             if state[DUES] > 0 and heaps[DUES, 0, 0] <= now:  # kept alive by this child
                 expire(nodes, heaps, state, now)
-        trim(nodes, state)
+        if len(victims) > 0:
+            trim(nodes, state)
     change_pins(nodes, heaps, state, protected, -1)
     return bool(enough)
 

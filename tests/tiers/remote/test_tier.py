@@ -811,6 +811,7 @@ def test_opening_and_closing_never_hang(engine: FaultyBackend) -> None:
 
 
 def test_closing_works_off_what_is_queued(engine: FaultyBackend) -> None:
+    before = threading.active_count()
     tier = open_tier(engine)
     job = tier.submit_store(
         [Store(key_of(n), info_of(SIZE), memoryview(body_of(n))) for n in range(50)]
@@ -818,7 +819,7 @@ def test_closing_works_off_what_is_queued(engine: FaultyBackend) -> None:
     tier.close()
     assert {a.outcome for a in answers(tier, job, 50)} == {Outcome.STORED}
     assert len(engine.objects) == 50 and engine.closed
-    assert threading.active_count() < 20
+    wait_for(lambda: threading.active_count() <= before)
 
 
 def test_cancel(engine: FaultyBackend, tier: RemoteTier) -> None:
