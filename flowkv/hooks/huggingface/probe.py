@@ -29,7 +29,7 @@ from flowkv.hooks.huggingface.cache import (
 from flowkv.hooks.huggingface.inputs import Names
 from flowkv.hooks.huggingface.versions import DynamicCache, EncoderDecoderCache
 
-_PARTS, _LONG_PARTS = (7, 4, 3, 2, 1), (53, 42, 4, 3, 2, 1)
+_PARTS, _STATE_PARTS, _LONG_PARTS = (7, 5, 4, 1), (7, 4, 3, 2, 1), (53, 42, 4, 3, 2, 1)
 """Tokens of the forwards of a trial; the long ones for models with foreign code, which may change
 its behaviour at some position. Recurrent layers fail most easily on few tokens behind a state:
 their convolutions look a few tokens back."""
@@ -99,11 +99,15 @@ def probe(
             cache = native_cache(model)
             ids = ordinary_tokens(model, names, sum(parts))
             logits = _forward(model, names, ids, pair(names, cache))
-            given = cache
-        if names.counts and names.positions in names.parameters:
-            with quiet(model):  # which draws the same random numbers again
-                names.counts, given = False, native_cache(model)
-                logits = _forward(model, names, ids, pair(names, given))
+        specs += repeated(specs, cache.layers)
+        if len(cache.layers) != len(specs):
+            raise UnsupportedModelError(
+                f"its cache has {len(cache.layers)} layers, its configuration {len(specs)}",
+                "Use the model without FlowKV",
+            )
+        plan = place_layers(specs, cache.layers, page_size, in_pages=in_pages, share_of=share_of)
+        plan.count = configured_layers(model.config)
+        with_positions = _try_positions(model, plan, names, ids, cache)
     except FlowKVError:
         raise
     except Exception as error:  # a model may raise anything: then it cannot be probed
@@ -112,23 +116,47 @@ def probe(
             f"({type(error).__name__}: {error})",
             "Use the model without FlowKV",
         ) from error
-    specs += repeated(specs, cache.layers)
-    if len(cache.layers) != len(specs):
-        raise UnsupportedModelError(
-            f"its cache has {len(cache.layers)} layers, its configuration {len(specs)}",
-            "Use the model without FlowKV",
-        )
-    plan = place_layers(specs, cache.layers, page_size, in_pages=in_pages, share_of=share_of)
-    plan.count = configured_layers(model.config)
-    plan.from_0 = _same_keys(plan, cache, given, torch.float32)  # no addition differs
-    alike = plan.stateful  # no padded row is reused then
-    with quiet(model), suppress(Exception):  # a model may raise anything
-        alike = alike or _pads_alike(model, plan, names, ids, given)
-    plan.by_column |= not alike
-    return Probe(plan, ids, logits, parts)
+    parts = _STATE_PARTS if parts == _PARTS and plan.stateful else parts
+    return Probe(plan, ids, logits if with_positions is None else with_positions, parts)
 
 
-def _same_keys(plan: ModelPlan, some: Any, others: Any, dtype: torch.dtype) -> bool:
+def _try_positions(
+    model: Any, plan: ModelPlan, names: Names, ids: torch.Tensor, plain: Any
+) -> torch.Tensor | None:
+    """Note in a plan whether a model counts positions from 0, and whether padding changes its keys.
+
+    Args:
+        model: The model.
+        plan: Its layers.
+        names: The names of its arguments.
+        ids: `[1, T]` tokens.
+        plain: Cache of the tokens, without positions unless the model needs them.
+
+    Returns:
+        The logits of a forward with positions, if there was one.
+    """
+    takes = names.positions in names.parameters
+    asked, masks = takes and names.counts, names.mask in names.parameters
+    names.counts &= not asked  # the forwards below pass positions
+    padded = None if plan.stateful or not masks else _padded(model, names, ids, (_PARTS[0],))
+    exact = asked and not _is_half(model.dtype)
+    if padded and exact and _same_keys(plan, plain, padded):
+        return None
+    given, logits = plain, None
+    if asked:
+        given = native_cache(model)
+        with quiet(model):  # which draws the same random numbers again
+            logits = _forward(model, names, ids, pair(names, given))
+        plan.from_0 = _same_keys(plan, plain, given)  # no addition differs
+    if not plan.stateful:  # no padded row of these is reused
+        if not takes:  # rows share pages with rows of equal padding
+            given = padded and _padded(model, names, ids)
+        alike = padded and given and _same_keys(plan, given, padded, model.dtype)
+        plan.by_column |= not alike
+    return logits
+
+
+def _same_keys(plan: ModelPlan, some: Any, others: Any, dtype: torch.dtype = torch.float32) -> bool:
     """Return whether two caches have the same last keys: positions show in them, if not in logits.
 
     Some models count from another number than `generate` (RoBERTa, Kosmos-2.5).
@@ -141,24 +169,19 @@ def _same_keys(plan: ModelPlan, some: Any, others: Any, dtype: torch.dtype) -> b
     return True
 
 
-def _pads_alike(model: Any, plan: ModelPlan, names: Names, ids: torch.Tensor, plain: Any) -> bool:
-    """Return whether left padding changes no key of a row that continues from a cache.
+def _padded(model: Any, names: Names, ids: torch.Tensor, cuts: tuple[int, ...] = ()) -> Any:
+    """Return a cache of tokens behind padding, after a forward up to each cut and to the end.
 
-    Args:
-        model: The model.
-        plan: Its layers.
-        names: The names of its arguments.
-        ids: `[1, T]` tokens.
-        plain: Cache of the tokens without padding.
+    None if the model raises.
     """
-    ids, cut, cache = torch.cat([ids[:, :_PAD], ids], 1), _PAD + _PARTS[0], native_cache(model)
-    if names.positions not in names.parameters:  # rows share pages with rows of equal padding
-        plain = native_cache(model)
-        _forward(model, names, ids, pair(names, plain), pad=_PAD)
-    whole = pair(names, cache)
-    _forward(model, names, ids[:, :cut], whole, pad=_PAD)
-    _forward(model, names, ids[:, cut:], whole, cut, pad=_PAD)
-    return names.mask in names.parameters and _same_keys(plan, plain, cache, model.dtype)
+    ids, cache = torch.cat([ids[:, :_PAD], ids], 1), native_cache(model)
+    with quiet(model), suppress(Exception):  # a model may raise anything
+        whole, at = pair(names, cache), 0
+        for part in ids.tensor_split([_PAD + cut for cut in cuts], dim=1):
+            _forward(model, names, part, whole, at, pad=_PAD)
+            at += part.shape[1]
+        return cache
+    return None
 
 
 def _parts(model: Any, *, long: bool) -> tuple[int, ...]:
