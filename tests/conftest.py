@@ -72,7 +72,6 @@ hooks/test_identity_contents.py::test_an_edit_of_a_module_is_another_name
 hooks/test_identity_contents.py::test_what_a_value_holds_is_in_the_name
 hooks/test_identity_writes.py::test_a_forward_that_counts_makes_its_model_foreign
 hooks/test_identity_writes.py::test_frequencies_of_an_encoding_by_length
-hooks/test_identity_writes.py::test_what_draws_by_itself_is_not_shared
 hooks/test_never_wrong.py::test_verify_passes
 tiers/test_disk_faults.py::test_F5_any_operation_may_fail
 tiers/test_disk_hostile.py::test_one_bad_load_never_fails_its_batch

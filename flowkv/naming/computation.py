@@ -1,10 +1,10 @@
 """Name of a model's computation beside its weights, and the reasons why some models have none.
 
 A `Walk` visits the modules of a model and all objects that these refer to. It accepts few kinds of
-objects: released code of known packages, small code of the user's own (`simple`), numbers, texts,
-tensors, and tuples, lists and dicts of them. Of these it records *leaves*, a path and a text each,
-and the name is a digest of all leaves, the same in every process. Any other object makes the model
-*foreign*: no name covers its computation, so none of its pages may be shared.
+objects: released code of known packages, numbers, texts, tensors, and tuples, lists and dicts of
+them. Of these it records *leaves*, a path and a text each, and the name is a digest of all leaves,
+the same in every process. Any other object, as code of the user's, makes the model *foreign*: no
+name covers its computation, so none of its pages may be shared unless the user names it.
 """
 
 from __future__ import annotations
@@ -43,16 +43,6 @@ from torch.nn.utils import parametrize
 
 from flowkv.naming.fingerprint import Weights, readable
 from flowkv.naming.memory_words import TAKE, places_of, pointers_of, versions_of
-from flowkv.naming.simple import (
-    BUILTINS,
-    CLASSES,
-    MODULES,
-    codes,
-    names_of,
-    pure,
-    text_of,
-    uses,
-)
 
 MISSING: Any = object()
 _Read = Callable[[Any], Any]
@@ -96,6 +86,11 @@ _DEEP = (
     _CHECKPOINTS,
 )
 """Library modules: the globals of their functions are visited, because users patch them there."""
+_DEEP_MODULES = frozenset(
+    """torch torch.nn torch.nn.functional torch.fft torch.linalg torch.special torch.nn.modules
+    math""".split()
+)
+"""Python modules whose members are visited where a visited module holds them."""
 _STANDARD = frozenset(vars(torch.nn.Module()))
 _READ = (torch.Tensor, torch.nn.Module)
 """Types of class members that a forward may find by a name that it builds (`get_parameter`)."""
@@ -147,8 +142,6 @@ _MARKS = frozenset(
     _output_capturing_hooks_installed __deepcopy__""".split()
 )
 """Attributes that transformers sets on every module, without an effect on results."""
-_UNSAID = _MARKS | {"_hf_hook", "_old_forward"} | _STANDARD - {"training", *_TENSORS, "_modules"}
-"""Attributes of modules that are in no name."""
 _SWITCHED = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
 """Settings that change during a call; the name has their values between calls."""
 
@@ -179,7 +172,7 @@ class Walk:
         tensors: Parameters, buffers and other tensors, by path.
         foreign: Why no name covers the model's computation, as a path and the object there; the
             first reason only, "" for none.
-        own: Paths of code that takes part and is no library's.
+        own: Paths of hooks and forwards of single modules, which may be any code.
         compiled: Parts are compiled by `torch.compile`.
         training: Submodules are in training mode.
         pretrained: Submodules are of transformers; their results depend on its release.
@@ -198,20 +191,15 @@ class Walk:
         self.compiled = self.training = self.pretrained = False
         self._passing, self._offloads = passing, offloaded
         self._seen: dict[int, str] = {}
-        self._firsts: dict[int, str] = {}  # paths of tensors
         self._kept: list[Any] = []  # keeps visited objects alive, so that ids stay unique
         self._labels: dict[str, int] = {}
         self._spaces: dict[int, tuple[Any, dict[str, Any]]] = {}  # values of names, by mapping
         self._members: set[tuple[int, frozenset[str]]] = set()
         self._names: set[str] = set()  # that visited code mentions
-        self._said: set[str] = set()  # that the user's code mentions
         self._owners: dict[Any, str] = {}  # visited classes and their bases, with labels
         self._roots: set[str] = set()
         self._values = 0
         self._passed: list[tuple[Any, str]] = []
-        self._configs: list[tuple[str, Any]] = []
-        self._inert: list[tuple[str, Any]] = []  # objects that only libraries may use
-        self._own_leaves: dict[str, str] = {}  # leaves of models in which user code takes part
         # By reader, and whether the object has words that change with it: the visited objects, and
         # the values that the reader returned, one or several for each. All objects of a reader are
         # read at once, without a line of Python for each.
@@ -404,8 +392,6 @@ class Walk:
             for name, tensor in held[kind].items():
                 if name not in free:
                     self._stored(f"{path}.{name}", module, name, tensor)
-        stored = [" ".join(held[kind]) for kind in _TENSORS]
-        self._own_leaves[f"{path}/tensors"] = "; ".join(stored)
         self._hooks(path, held)
         self._watch_module(path, module, own, free)
         for name, child in held["_modules"].items():
@@ -461,8 +447,9 @@ class Walk:
         original = _around(module, value) if name == "forward" and placed else None
         if original is None:
             if name == "forward":
-                self.own.append(path)
-            self._value(path, value)
+                self._called(path, value)
+            else:
+                self._value(path, value)
         elif getattr(original, "__func__", None) is not type(module).forward:
             self._value(path, original)
 
@@ -497,12 +484,18 @@ class Walk:
         for kind in _HOOKS:
             others = [(key, hook) for key, hook in held[kind].items() if not _moves(hook)]
             for i, (key, hook) in enumerate(others):
-                self.own.append(f"{path}/{kind}/{i}")
                 flags = [flag for flag in _HOOK_FLAGS if key in held[flag]]
                 self.leaves[f"{path}/{kind}/{i}/flags"] = " ".join(flags)
-                self._value(f"{path}/{kind}/{i}", hook)
+                self._called(f"{path}/{kind}/{i}", hook)
             for flag in _HOOK_FLAGS if others else ():
                 self._watch_mapping(held[flag])
+
+    def _called(self, path: str, hook: Any) -> None:
+        """Record a hook, or a forward of one module, or reject one that no library made."""
+        self.own.append(path)
+        self._value(path, hook)
+        if _root(hook) not in LIBRARIES:
+            self._reject(path, "code of your own")
 
     # ---- values
 
@@ -529,7 +522,6 @@ class Walk:
             self._module(path, value)
         elif kind is torch.device:
             self.leaves[path] = "device"  # a model has the same name on every device
-            self._own_leaves[f"{path}/type"] = value.type
         elif kind in _TEXTS:
             self.leaves[path] = str(value)
         elif isinstance(value, transformers().PreTrainedConfig):
@@ -543,15 +535,9 @@ class Walk:
         kind: Any = type(value)
         if isinstance(value, types.FunctionType):
             self.leaves[path] = f"function {self._function(path, value)}"
-            if _genuine(value):
-                self._callable(path, value)
-        elif isinstance(value, type) and value in CLASSES:
-            self.leaves[path] = f"class {_name(value)}"
         elif isinstance(value, type):
             self.leaves[path] = f"class {self._class(path, value)}"
-            self._callable(path, value)
         elif isinstance(value, types.BuiltinFunctionType):
-            self._callable(path, value)
             return self._builtin(path, value)
         elif kind in (types.MethodType, functools.partial):
             self._watch_all(_PARTS[kind], value)
@@ -561,7 +547,6 @@ class Walk:
             self.leaves[path] = f"{_name(kind)} {value.__name__}"
         elif isinstance(value, _INERT) or _ours(value):
             self.leaves[path] = _name(kind)
-            self._inert.append((path, value))
         elif not self._released(kind) or _standard(kind.__module__):
             return False
         elif isinstance(value, enum.Enum):
@@ -571,22 +556,6 @@ class Walk:
         else:
             return False
         return True
-
-    def _callable(self, path: str, value: Any) -> None:
-        """Note an impure function or class of a library's, which the user's code may not call."""
-        if not self._allowed(value):
-            self._inert.append((path, value))
-
-    def _allowed(self, value: Any) -> bool:
-        """Return whether the user's code may call a function or class; own ones are visited."""
-        inner = [*_undecorated(value)]
-        if inner != [value]:
-            return all(map(self._allowed, inner))
-        if isinstance(value, types.MethodType):
-            return self._allowed(value.__func__)
-        if isinstance(value, types.FunctionType) and not _genuine(value):
-            return True
-        return isinstance(value, _CALLED) and (pure(value) or self._deep(value))
 
     def _object(self, path: str, value: Any, look: Callable[[str, Any], None]) -> None:
         """Record an object of a known package by its class and its attributes."""
@@ -615,7 +584,6 @@ class Walk:
         if kind in (set, frozenset):
             if all(type(item) in PLAIN for item in value):
                 self.leaves[path] = f"{kind.__name__} {sorted(map(repr, value))}"
-                self._own_leaves[f"{path}/order"] = str([*map(repr, value)])
                 self._watch_one(len, value)
                 self._watch_all(tuple, value)
             else:
@@ -643,9 +611,6 @@ class Walk:
         if _root(kind) != "torch" and not self._released(kind):
             self._reject(path, f"a tensor of class {_name(kind)}")
         self.tensors[path] = tensor
-        strides = tensor.stride() if tensor.layout is torch.strided else ()
-        self._own_leaves[f"{path}/kind"] = f"{isinstance(tensor, torch.nn.Parameter)} {strides}"
-        self._own_leaves[f"{path}/first"] = self._firsts.setdefault(id(tensor), path)
         self.leaves[path] = "tensor" if _root(kind) == "torch" else f"tensor {_name(kind)}"
         for owner in kind.__mro__[: kind.__mro__.index(torch.Tensor)]:
             self._owners.setdefault(owner, f"<{_name(owner)}>")
@@ -669,12 +634,11 @@ class Walk:
         for name, value in held.items():
             if (not text or not library.settled(value)) and name not in library.UNIMPORTANT:
                 self._value(f"{path}.{name}", value)
-        self._configs.append((path, config))
 
         def same() -> bool:
             if vars(config) == frozen or _unswitched(vars(config)) == frozen:
                 return True
-            return bool(text) and not self.own and bool(library.settings(config) == text)
+            return bool(text) and not self.foreign and bool(library.settings(config) == text)
 
         self._watch_one(operator.call, same)
 
@@ -697,10 +661,8 @@ class Walk:
             self._reject(label.strip("<>"), "patched")
             return label
         else:
-            self.own.append(label)
+            self._reject(path, f"code of your own: {label}")
             self.leaves[label] = text_of(function.__code__)
-            if function.__dict__.keys() - {"__wrapped__"}:
-                self._reject(path, f"attributes of the function {label}")
         look = self._shipped if library else self._value
         for part in ("__defaults__", "__kwdefaults__"):
             look(f"{label}/{part}", getattr(function, part))
@@ -708,74 +670,11 @@ class Walk:
         for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
             content = _content_of(cell)
             self._watch_one(_content_of if content is MISSING else _CONTENT, cell)
-            if isinstance(content, types.ModuleType) or content is MISSING:
-                if not library:
-                    self._reject(f"{path}: closure", f"{name} is a Python module")
-            elif library:
-                # A decorator of torch's around a function of the user's.
-                own = home == "torch.utils._contextlib" and isinstance(content, types.FunctionType)
-                own = own and not _genuine(content)
-                (self._value if own else look)(f"{label}/{name}", content)
-            else:
-                self._reached(path, "closure over", f"{label}/{name}", content)
-        if not library:
-            self._simple(path, label, function)
-        elif home.startswith(_DEEP):
+            if not isinstance(content, types.ModuleType) and content is not MISSING:
+                look(f"{label}/{name}", content)
+        if library and home.startswith(_DEEP):
             self._globals(function)
         return label
-
-    def _reached(self, path: str, how: str, label: str, value: Any) -> None:
-        """Record a value that a function of the user's reaches; a reason names the function."""
-        before = self.foreign
-        self._value(label, value)
-        if self.foreign and not before:
-            self.foreign = f"{path}: {how} {self.foreign.partition(': ')[2]} ({label})"
-
-    def _simple(self, path: str, label: str, function: types.FunctionType) -> None:
-        """Check that the name covers all that a function of the user's can reach."""
-        space = function.__globals__
-        if getattr(function, "__builtins__", None) is not vars(builtins):
-            self._reject(path, f"{label} has builtins of its own")
-            return
-        names = names_of(function.__code__)
-        self._names |= names
-        self._said |= names
-        barred = names & (_UNSAID | transformers().BOOKKEEPING)
-        if barred:
-            self._reject(path, f"{label} reads {min(barred)}")
-        for kind, name, chain in uses(function.__code__):
-            if kind:
-                self._reject(path, f"{label} {kind} {name}".rstrip())
-            elif name not in space:
-                self._watch_names(space, [name])
-                if name not in BUILTINS:
-                    self._reject(path, f"{label} uses {name}")
-                self._released_builtin(name)
-            else:
-                self._watch_names(space, [name])
-                self._chain(path, label, space[name], name, chain)
-
-    def _chain(self, path: str, label: str, value: Any, name: str, chain: tuple[str, ...]) -> None:
-        """Record a global of a user's function, or the attribute read of it if it is a module."""
-        said = name
-        while isinstance(value, types.ModuleType):
-            home = value.__name__
-            genuine = type(value) is types.ModuleType and sys.modules.get(home) is value
-            if home not in MODULES or not genuine or not chain or chain[0] not in vars(value):
-                self._reject(path, f"{label} uses the module {home}")
-                return
-            self._watch_names(vars(value), [chain[0]])
-            said, value, chain = f"{home}.{chain[0]}", vars(value)[chain[0]], chain[1:]
-        function = isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType))
-        if function and not self._allowed(value):
-            self._reject(path, f"{label} uses {said}")
-            return
-        self._reached(path, "global", f"{label}:{said}", value)
-
-    def _deep(self, value: Any) -> bool:
-        """Return whether the globals of code are visited, as those of a model's own code are."""
-        module = str(getattr(value, "__module__", ""))
-        return module.startswith(_DEEP) or (isinstance(value, type) and not _released_name(module))
 
     def _shipped(self, path: str, value: Any) -> None:
         """Record an object that library code refers to, or reject one patched or of no known kind.
@@ -885,7 +784,7 @@ class Walk:
                 inner = f"<{value.__name__}>:{name}"
                 if inner not in self.leaves:
                     self._shipped(inner, space[name])
-            elif space[name].__name__ in MODULES and space[name] is not value:
+            elif space[name].__name__ in _DEEP_MODULES and space[name] is not value:
                 self._global(f"<{value.__name__}>:{name}", space[name], names)
 
     def _released_builtin(self, name: str) -> None:
@@ -933,14 +832,10 @@ class Walk:
                 if not issubclass(owner, torch.nn.Module):
                     todo |= vars(owner).keys() - _CLASS_ITEMS
                 continue
+            self._reject(path, f"code of your own: the class {_name(owner)}")
             if not issubclass(owner, torch.nn.Module) or type(owner) is not type:
-                self._reject(path, f"the class {_name(owner)}")
                 return label
-            self.own.append(label)
-            todo |= {"extra_repr", "__repr__", "__str__"}
-            todo |= {n for n in vars(owner) if n.startswith("__") and n not in _CLASS_ITEMS}
-            todo |= {"__slots__"} & vars(owner).keys()
-        named = set[str]().union(*map(vars, lineage)) - (_CLASS_ITEMS - {"__slots__"})
+        named = set[str]().union(*map(vars, lineage)) - _CLASS_ITEMS
         done, todo = set[str](), todo & named
         while todo:
             name = min(todo)
@@ -967,25 +862,19 @@ class Walk:
             elif not _generated(part):
                 found.append(self._function(path, part))
                 mentioned |= names_of(part.__code__) | _inner(part)
-                if not library and _genuine(part):
-                    self._callable(label, part)
         if parts[:1] != [value] or isinstance(value, types.FunctionType):
             self.leaves[label] = f"{kind.__name__} {found}"
-        elif name == "__slots__" and not library:
-            self._reject(path, f"slots of the class {_name(home)}")
         elif library and type(value) in PLAIN:
             self.leaves[label] = f"{type(value).__name__} {value!r}"
-        elif name != "__slots__" and not (
-            library and name not in self._said and _as_in_its_file(home, name)
-        ):
+        elif not (library and _as_in_its_file(home, name)):
             (self._shipped if library else self._value)(label, value)
         return mentioned
 
     def _elsewhere(self) -> None:
         """Record the members of visited classes that any visited code names, and their absence.
 
-        Those of a library's class that only libraries name are in no leaf if they are as in its
-        file: the release stands for them.
+        Those of a library's class are in no leaf if they are as in its file: the release stands for
+        them.
         """
         seen, done = (-1, -1), set[tuple[Any, str]]()
         while seen != (seen := (len(self._names), len(self._owners))):
@@ -997,9 +886,8 @@ class Walk:
                 names |= {n for n, v in held.items() if isinstance(v, _READ)}
                 names -= _CLASS_ITEMS
                 for name in sorted(names & held.keys()):
-                    again = library and name in self._said  # all that the user's code reads
                     new = name not in known and not (library and _as_in_its_file(owner, name))
-                    if (again or new) and (owner, name) not in done:
+                    if new and (owner, name) not in done:
                         done.add((owner, name))
                         self._member(label, f"{label}.{name}", owner, name)
                 self._watch_names(owner, names)
@@ -1028,10 +916,6 @@ class Walk:
         self.leaves[f"<{module}>/text"] = f"{commit and commit[0]} {_text_of(module)}"
 
     def _releases(self) -> None:
-        if self.own and self._inert:
-            path, value = self._inert[0]
-            named = hasattr(value, "__qualname__")
-            self._reject(path, f"{_name(value)}" if named else f"a {_name(type(value))}")
         for root in sorted(self._roots - {"flowkv"}):
             release = _release(root)
             self.leaves[f"release {root}"] = release
@@ -1049,8 +933,7 @@ class Walk:
         for kind in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             hooks = getattr(torch_module, kind)
             for i, hook in enumerate(hook for hook in hooks.values() if not _moves(hook)):
-                self.own.append(f"{kind}/{i}")
-                self._value(f"{kind}/{i}", hook)
+                self._called(f"{kind}/{i}", hook)
             self._watch(functools.partial(list, hooks.values()))
         library = transformers() if self.pretrained else _NO_TRANSFORMERS
         for cls in library.CACHES:  # FlowKV's classes replace these
@@ -1059,14 +942,6 @@ class Walk:
         for registry, name, function in library.chosen_functions(model):
             self._value(f"{type(registry).__name__} {name}", function)
             self._watch_one(registry.get, name)
-        if self.own:  # the user's code may read settings that transformers' code does not
-            self.leaves.update(self._own_leaves)  # without the order of sets in configurations
-            for path, config in self._configs:  # the list grows: configurations hold others
-                for name in sorted(vars(config).keys() - _SWITCHED):
-                    self._value(f"{path}.{name}", vars(config)[name])
-            options = torch._tensor_str.PRINT_OPTS
-            self.leaves["torch/print"] = repr(options)
-            self._watch_mapping(vars(options))
         self._elsewhere()
         every = vars(torch.Tensor)
         self._watch_one(len, every)
@@ -1151,7 +1026,47 @@ _SEEN: set[str] = set()
 _APART = frozenset({"Meta", "MPS", "AutogradMeta", "Python", "Functionalize", "FuncTorchBatched"})
 
 
-# ---- code of libraries
+# ---- code
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object, and those of the functions and classes in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType) -> frozenset[str]:
+    """Return the names that code mentions, attributes included."""
+    found = set[str]()
+    for part in codes(code):
+        found.update(part.co_names)
+        found.update(c for c in part.co_consts if isinstance(c, str) and c.isidentifier())
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def text_of(code: types.CodeType) -> str:
+    """Return a digest of code, the same in every process."""
+    state = hashlib.sha256(code.co_code)
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
+    state.update(repr((counts, code.co_names, code.co_varnames, code.co_freevars)).encode())
+    state.update(getattr(code, "co_exceptiontable", b""))
+    for constant in code.co_consts:
+        inner = isinstance(constant, types.CodeType)
+        text = text_of(constant) if inner else _constant(constant)
+        state.update(text.encode("utf-8", "surrogatepass") + b"\0")
+    return state.hexdigest()
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, (tuple, frozenset)):
+        items = [_constant(item) for item in value]
+        order = sorted(items) if isinstance(value, frozenset) else items
+        return f"{type(value).__name__}({','.join(order)})"
+    return f"{type(value).__name__} {value!r}"
 
 
 @functools.cache
@@ -1275,25 +1190,6 @@ def _root(value: Any) -> str:
     if not isinstance(module, str):
         module = type(inner).__module__
     return module.partition(".")[0]
-
-
-def _undecorated(value: Any) -> Iterator[Any]:
-    """Yield the functions inside a decorator of torch's such as `torch.no_grad()`, or the value."""
-    found = list[Any]()
-    if isinstance(value, types.FunctionType):
-        names = _DECORATORS.get(str(value.__globals__.get("__name__")), ())
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        found = [_content_of(cell) for name, cell in cells if name in names]
-    yield from found or [value]
-
-
-_DECORATORS = {
-    "torch.utils._contextlib": ("func",),
-    "torch._jit_internal": ("if_true", "if_false"),
-}
-"""Variables of torch's decorators with the functions inside, by module."""
-_CALLED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
-"""Types of what libraries give user code to call."""
 
 
 def _moves(hook: Any) -> bool:

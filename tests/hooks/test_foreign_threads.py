@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,21 +13,13 @@ from transformers import DynamicCache
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, foreign, generate
-from tests.hooks.test_foreign import Times, mlp, times
+from tests.hooks.tabled import as_library
+from tests.hooks.test_foreign import mlp
 from tests.inside import PackedLayer, PagedLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore:FlowKV shares nothing")
 Model = Any
-SETTING = 1.0
-TABLE = {"scale": 1.0}
-LOCAL = threading.local()
-VARIABLE = contextvars.ContextVar("of_threads", default=1.0)
 VALUES = (1.0, -3.0)
-
-
-def put_global(model: Model, value: float) -> None:
-    global SETTING
-    SETTING = value
 
 
 def put_hook(model: Model, value: float) -> None:
@@ -39,41 +29,22 @@ def put_hook(model: Model, value: float) -> None:
         layer.register_forward_hook(lambda module, args, out: out * -3.0)
 
 
-def put_buffer(model: Model, value: float) -> None:
-    mlp(model).gain = torch.full((1,), value)
-
-
 def put_epsilon(model: Model, value: float) -> None:
     model.model.layers[1].input_layernorm.variance_epsilon = 1e-6 if value == 1.0 else 3.0
 
 
-def buffered() -> Model:
-    model = times(lambda module: module.gain)
-    mlp(model).register_buffer("gain", torch.ones(1))
-    return model
-
-
-def configured() -> Model:
-    model = times(lambda module: module.config.scale_of_a_test)
-    mlp(model).config = model.config
-    model.config.scale_of_a_test = 1.0
-    return model
+def times() -> Model:
+    model = models.short()
+    model.model.layers[0].mlp = as_library().Times(mlp(model), model.config)
+    return model.eval()
 
 
 KINDS: dict[str, tuple[Callable[[], Model], Callable[[Model, float], Any]]] = {
-    "attribute": (
-        lambda: times(lambda module: module.scale, scale=1.0),
-        lambda model, value: setattr(mlp(model), "scale", value),
-    ),
+    "attribute": (times, lambda model, value: setattr(mlp(model), "scale", value)),
     "hook": (models.short, put_hook),
-    "global": (lambda: times(lambda module: SETTING), put_global),
-    "table": (
-        lambda: times(lambda module: TABLE["scale"]),
-        lambda model, value: TABLE.update(scale=value),
-    ),
-    "buffer": (buffered, put_buffer),
-    "buffer_in_place": (buffered, lambda model, value: mlp(model).gain.fill_(value)),
-    "setting": (configured, lambda model, value: setattr(model.config, "scale_of_a_test", value)),
+    "table": (times, lambda model, value: as_library().MAPPED.update(scale=value)),
+    "buffer": (times, lambda model, value: setattr(mlp(model), "gain", torch.full((1,), value))),
+    "buffer_in_place": (times, lambda model, value: mlp(model).gain.fill_(value)),
     "library": (models.short, put_epsilon),
 }
 
@@ -94,8 +65,7 @@ def midway(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], Any]]]
 
         monkeypatch.setattr(cls, "update", update)
     yield todo
-    put_global(None, 1.0)
-    TABLE["scale"] = 1.0
+    as_library().MAPPED["scale"] = 1.0
 
 
 def by_generate(model: Model, kv: flowkv.KV | None, ids: torch.Tensor) -> torch.Tensor:
@@ -176,43 +146,6 @@ def test_what_alternates_is_forgotten_once_it_is_noticed(midway: list[Any], tmp_
         for seed in (1, 2):
             ids = models.prompt(60, seed)
             assert_same(generate(again, 3, input_ids=ids), generate(plain, 3, input_ids=ids))
-
-
-@pytest.mark.parametrize(
-    "read",
-    [lambda module: getattr(LOCAL, "k", 1.0), lambda module: VARIABLE.get()],
-    ids=["thread_local", "context_variable"],
-)
-def test_threads_with_values_of_their_own(read: Any) -> None:
-    model, plain, ids = times(read), times(read), models.prompt(60)
-    wanted, wrong = {}, []
-    for value in VALUES:
-        LOCAL.k = value
-        VARIABLE.set(value)
-        wanted[value] = generate(plain, 3, input_ids=ids)
-
-    def run(value: float) -> None:
-        LOCAL.k = value
-        VARIABLE.set(value)
-        for _ in range(5):
-            try:
-                assert_same(generate(model, 3, input_ids=ids), wanted[value])
-            except AssertionError:
-                wrong.append(value)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with attached(model) as kv:
-            threads = [threading.Thread(target=run, args=(value,)) for value in VALUES]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert foreign(kv)
-            for value in (*VALUES, 1.0):
-                run(value)
-    assert wrong == []
-    assert isinstance(mlp(model), Times)
 
 
 def test_weights_that_change_and_come_back_within_a_forward(midway: list[Any]) -> None:

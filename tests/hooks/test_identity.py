@@ -23,6 +23,7 @@ from transformers.models.llama import modeling_llama
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, foreign, generate, reused
+from tests.hooks.tabled import ByRow
 from tests.inside import Identity, identity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,28 +46,6 @@ def setting(owner: object, name: str, value: object) -> Undo:
     had = name in vars(owner)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, before) if had else delattr(owner, name)
-
-
-class Scaled(torch.nn.Module):
-    """A wrapper with what a wrapper may keep and have a name: a number, a list, a tensor."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner, self.factor, self.options = inner, 1.0, {"gains": [1.0, 1.0]}
-        self.direction = torch.ones(64)  # no parameter and no buffer
-        self.gain = lambda x: x
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        out = self.inner(*args, **kwargs)
-        scale = self.factor * self.options["gains"][1]
-        return self.gain(out * scale * self.direction[: out.shape[-1]])
-
-
-def wrapped(model: torch.nn.Module) -> Scaled:
-    layer = model.model.layers[1]
-    if not isinstance(layer.mlp, Scaled):
-        layer.mlp = Scaled(layer.mlp).eval()
-    return layer.mlp
 
 
 # ---- edits, each of which changes what is computed, made after a prompt was served; more of them
@@ -148,24 +127,6 @@ def a_method_of_an_instance(model: torch.nn.Module) -> Undo:
     plain = mlp.forward
     mlp.forward = types.MethodType(lambda self, x: plain(x) * 1.5, mlp)
     return lambda: delattr(mlp, "forward")
-
-
-def a_number_of_a_wrapper(model: torch.nn.Module) -> Undo:
-    return setting(wrapped(model), "factor", 1.5)
-
-
-def a_number_in_a_list_of_a_wrapper(model: torch.nn.Module) -> Undo:
-    gains = wrapped(model).options["gains"]
-    gains[1] = 1.5
-    return lambda: gains.__setitem__(1, 1.0)
-
-
-def a_callable_of_a_wrapper(model: torch.nn.Module) -> Undo:
-    return setting(wrapped(model), "gain", lambda x: x * 1.5)
-
-
-def a_tensor_of_a_wrapper(model: torch.nn.Module) -> Undo:
-    return setting(wrapped(model), "direction", torch.full((64,), 1.5))
 
 
 def a_hook(model: torch.nn.Module) -> Undo:
@@ -254,10 +215,6 @@ EDITS = [
     a_function_of_a_module,
     a_registered_attention,
     a_method_of_an_instance,
-    a_number_of_a_wrapper,
-    a_number_in_a_list_of_a_wrapper,
-    a_callable_of_a_wrapper,
-    a_tensor_of_a_wrapper,
     a_hook,
     a_hook_before,
     a_global_hook,
@@ -270,16 +227,10 @@ EDITS = [
 each_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 
 
-def base() -> torch.nn.Module:
-    model = models.short()
-    wrapped(model)
-    return model
-
-
 @each_edit
 def test_an_edit_after_attach_is_never_answered_with_what_was(edit: Callable[..., Undo]) -> None:
     """Wrong before the edit is noticed, and right again, and reused, when it is taken back."""
-    model, prompt = base(), models.prompt(60)
+    model, prompt = models.short(), models.prompt(60)
     plain = generate(model, 2, input_ids=prompt)
     with attached(model) as kv, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -302,7 +253,7 @@ def test_an_edit_after_attach_is_never_answered_with_what_was(edit: Callable[...
 @pytest.mark.usefixtures("all_is_loaded")
 def test_an_edit_before_attach_is_another_name(edit: Callable[..., Undo], tmp_path) -> None:
     """Over a store, after a restart: the edited model finds nothing, the old one finds its own."""
-    model, prompt = base(), models.prompt(60)
+    model, prompt = models.short(), models.prompt(60)
     place = f"{tmp_path}/kv:64MiB"
     with attached(model, disk=place), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -326,11 +277,11 @@ def test_an_edit_before_attach_is_another_name(edit: Callable[..., Undo], tmp_pa
 
 
 def test_an_edit_that_is_taken_back_finds_what_was() -> None:
-    model, prompt = base(), models.prompt(60)
+    model, prompt = models.short(), models.prompt(60)
     with attached(model) as kv:
         generate(model, 4, input_ids=prompt)
         generate(model, 4, input_ids=prompt)
-        for edit in (scaling_of_attention, a_hook, a_number_in_a_list_of_a_wrapper, an_activation):
+        for edit in (scaling_of_attention, a_hook, an_activation):
             before = reused(kv)
             undo = edit(model)
             generate(model, 4, input_ids=prompt)
@@ -393,47 +344,6 @@ def test_a_model_has_one_name_in_every_process() -> None:
     assert len({names[0] for names in fresh.values()}) == 5
 
 
-class Counting(torch.nn.Module):
-    """Does what models do in their forward: counts, keeps a mask that grows, and what it saw."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner, self.calls, self.seen, self.lengths = inner, 0, {}, []
-        self.register_buffer("mask", torch.ones(1), persistent=False)
-        self.register_buffer("ticks", torch.zeros(1))
-        self.last: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.ticks.add_(1)
-        self.lengths.append(x.shape[1])
-        self.seen["last"] = self.last = x
-        if self.mask.shape[0] < x.shape[1]:
-            self.mask = torch.ones(x.shape[1])
-        return self.inner(x) * self.mask[: x.shape[1], None]
-
-
-def test_a_forward_that_writes_makes_its_model_foreign(tmp_path) -> None:
-    """Unless the user names it: then what it writes is in no name."""
-    model, prompt, place = models.short(), models.prompt(60), f"{tmp_path}/kv:64MiB"
-    model.model.layers[0].mlp = Counting(model.model.layers[0].mlp).eval()
-    with attached(model, disk=place) as kv:
-        for _ in range(2):
-            generate(model, 6, input_ids=prompt)
-        assert "changed during a forward" in foreign(kv)
-        kv.flush()
-        assert reused(kv) == on_disk(kv) == 0
-    with attached(model, disk=place, revision="counts") as kv:
-        for _ in range(3):
-            generate(model, 6, input_ids=prompt)
-        assert reused(kv) >= 48
-        generate(model, 6, input_ids=models.prompt(200, 7))
-        for _ in range(2):
-            before = reused(kv)
-            generate(model, 6, input_ids=prompt)
-        assert reused(kv) == before + 48
-
-
 def test_a_hook_that_counts_and_scales() -> None:
     """It writes what no name says: nothing of it is shared."""
     model, prompt = models.short(), models.prompt(60)
@@ -486,34 +396,6 @@ def test_an_lstm_is_named_by_its_weights() -> None:
     assert held.read(lstm)
 
 
-class Opaque:
-    """Cannot be looked into: it has neither attributes nor a way to be reduced."""
-
-    __slots__ = ()
-
-    def __reduce_ex__(self, protocol: int) -> str:
-        raise TypeError("not this one")
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-def test_what_cannot_be_named_is_neither_shared_nor_stored(tmp_path) -> None:
-    place, prompt = f"{tmp_path}/kv:64MiB", models.prompt(60)
-    model = models.short()
-    wrapped(model).gain = Opaque()
-    with attached(model, disk=place) as kv:
-        generate(model, 4, input_ids=prompt)
-        generate(model, 4, input_ids=prompt)
-        kv.flush()
-        assert reused(kv) == on_disk(kv) == 0
-        assert "Opaque" in foreign(kv)
-        wrapped(model).gain = lambda x: x
-        for _ in range(2):
-            generate(model, 4, input_ids=prompt)
-        assert reused(kv) == 48 and foreign(kv) == ""
-
-
 def test_submodules_in_training_mode_are_not_shared() -> None:
     model, prompt = models.short(), models.prompt(60)
     mlp = model.model.layers[1].mlp
@@ -557,15 +439,8 @@ def test_harmless_training_mode_is_shared() -> None:
 # ---- rows
 
 
-class ByRow(torch.nn.Module):
-    """Steers each row of a batch by its place."""
-
-    def __init__(self, inner: torch.nn.Module, strengths: list[float]) -> None:
-        super().__init__()
-        self.inner, self.strengths = inner, torch.tensor(strengths)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.strengths[: x.shape[0], None, None]
+def by_row(model: torch.nn.Module, kind: Any = ByRow) -> None:
+    model.model.layers[0].mlp = kind(model.model.layers[0].mlp, [1.0, 2.0])
 
 
 @pytest.mark.parametrize("common", [60, 40])
@@ -573,9 +448,9 @@ def test_rows_that_are_treated_differently_share_nothing(common: int) -> None:
     model = models.short()
     rows = models.prompt(60).repeat(2, 1)
     rows[1, common:] = models.prompt(60, 9)[0, common:]
-    model.model.layers[0].mlp = ByRow(model.model.layers[0].mlp, [1.0, 2.0])
+    by_row(model)
     theirs = generate(model, 4, input_ids=rows)
-    with attached(model) as kv:
+    with attached(model, revision="by row") as kv:
         assert_same(generate(model, 4, input_ids=rows), theirs)
         assert reused(kv) == 0
         assert_same(generate(model, 4, input_ids=rows), theirs)
@@ -585,7 +460,7 @@ def test_rows_that_are_treated_differently_share_nothing(common: int) -> None:
 def test_verify_tries_equal_rows() -> None:
     model = models.short()
     assert "row of the batch" not in str(flowkv.verify(model))
-    model.model.layers[0].mlp = ByRow(model.model.layers[0].mlp, [1.0, 2.0])
+    by_row(model)
     assert "depends on the row of the batch" in str(flowkv.verify(model))
 
 

@@ -1,7 +1,7 @@
 """Whatever a value holds is in the name: keys, order and attributes; or it makes the model foreign.
 
-Each case gives a hook something to read and edits it after a prompt was served. The edited model
-has another name and answers as a plain one does; built again, it has the same name.
+Each case gives a module something to hold, and edits it. The edited model has another name; built
+again, it has the same one.
 """
 
 from __future__ import annotations
@@ -47,18 +47,10 @@ def differ(one: Identity, other: Identity) -> bool:
     return bool(one.foreign or other.foreign or one.namespace != other.namespace)
 
 
-class Case:
-    """What a hook reads, how it makes a factor of it, and an edit that changes the factor."""
-
-    def __init__(
-        self, make: Callable[[], Any], read: Callable[[Any], Any], edit: Callable[[Any], object]
-    ) -> None:
-        self.make, self.read, self.edit = make, read, edit
-
-    def model(self) -> tuple[torch.nn.Module, Any]:
-        model, state, read = models.short(), self.make(), self.read
-        model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: out * read(state))
-        return model, state
+def holding(held: Any) -> Any:
+    model = models.short()
+    model.model.layers[1].mlp.held = held
+    return model
 
 
 class Mode(enum.Enum):
@@ -99,14 +91,6 @@ class One:
         return 1.0
 
 
-class Meta(type):
-    factor = 1.0
-
-
-class Made(metaclass=Meta):
-    pass
-
-
 class Decorated:
     """A decorator that is an object, as many are."""
 
@@ -144,69 +128,49 @@ def attribute(name: str, value: Any) -> Callable[[Any], object]:
     return lambda state: setattr(state, name, value)
 
 
-def stepped(steps: Any) -> float:
-    """What depends on the order in which a mapping lists its items."""
-    out = 2.0
-    for step in steps.values():
-        out = out + 1.0 if step == "add" else out * 1.5
-    return out
-
-
-CASES = {
-    "tuples": Case(
-        lambda: {(0, 1): 1.0, (1, 0): 1.0}, lambda s: s[0, 1] * s[1, 0], put((0, 1), 2.0)
-    ),
-    "tuples_of_tuples": Case(
+# What a module holds, and an edit of it.
+CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "tuples": (lambda: {(0, 1): 1.0, (1, 0): 1.0}, put((0, 1), 2.0)),
+    "tuples_of_tuples": (
         lambda: {(0, (1, "a")): 1.0, (0, (1, "b")): 1.0},
-        lambda s: s[0, (1, "a")],
         put((0, (1, "a")), 2.0),
     ),
-    "dtypes": Case(
-        lambda: {torch.float32: 1.0, torch.float64: 1.0},
-        lambda s: s[torch.float32],
-        put(torch.float32, 2.0),
+    "dtypes": (lambda: {torch.float32: 1.0, torch.float64: 1.0}, put(torch.float32, 2.0)),
+    "many_tuples": (lambda: {(i, 0): 1.0 for i in range(100)}, put((40, 0), 2.0)),
+    "order": (lambda: {"a": "add", "b": "mul"}, lambda s: s.update({"a": s.pop("a")})),
+    "ordered_dict": (
+        lambda: collections.OrderedDict(a="add", b="mul"),
+        lambda s: s.move_to_end("a"),
     ),
-    "many_tuples": Case(
-        lambda: {(i, 0): 1.0 for i in range(100)}, lambda s: s[40, 0], put((40, 0), 2.0)
-    ),
-    "order": Case(lambda: {"a": "add", "b": "mul"}, stepped, lambda s: s.update({"a": s.pop("a")})),
-    "ordered_dict": Case(
-        lambda: collections.OrderedDict(a="add", b="mul"), stepped, lambda s: s.move_to_end("a")
-    ),
-    "long_dict": Case(
+    "long_dict": (
         lambda: {i: "add" if i % 2 else "mul" for i in range(70)},
-        lambda s: stepped(s) % 1.0 + 1.0,
         lambda s: s.update({1: s.pop(1)}),
     ),
-    "order_of_tuples": Case(
-        lambda: {(0,): "add", (1,): "mul"}, stepped, lambda s: s.update({(0,): s.pop((0,))})
+    "order_of_tuples": (
+        lambda: {(0,): "add", (1,): "mul"},
+        lambda s: s.update({(0,): s.pop((0,))}),
     ),
-    "attribute_of_tensor": Case(marked_tensor, lambda s: s.factor, attribute("factor", 2.0)),
-    "new_attribute_of_tensor": Case(
-        lambda: torch.ones(1), lambda s: getattr(s, "factor", 1.0), attribute("factor", 2.0)
-    ),
+    "nested": (lambda: [[1.0], [{"a": [1.0]}]], lambda s: put(0, 2.0)(s[1][0]["a"])),
+    "set": (lambda: {1.0, 2.0}, lambda s: s.add(3.0)),
+    "zeros": (lambda: [0.0], put(0, -0.0)),
+    "numbers": (lambda: [1], put(0, True)),
+    "tensor": (lambda: torch.ones(1), lambda s: s.fill_(2.0)),
+    "attribute_of_tensor": (marked_tensor, attribute("factor", 2.0)),
+    "new_attribute_of_tensor": (lambda: torch.ones(1), attribute("factor", 2.0)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_value_holds_is_in_the_name(name: str) -> None:
-    case, prompt = CASES[name], models.prompt(60)
-    model, state = case.model()
-    first, again = Identity(model), Identity(case.model()[0])
-    assert first.foreign or again.namespace == first.namespace
-    other, edited = case.model()
-    case.edit(edited)
-    theirs = generate(other, 2, input_ids=prompt)
-    assert differ(first, Identity(other))
-    with attached(model) as kv:
-        plain = generate(model, 2, input_ids=prompt)
-        generate(model, 2, input_ids=prompt)
-        assert foreign(kv) or reused(kv) == 48
-        case.edit(state)
-        for _ in range(2):
-            assert_same(generate(model, 2, input_ids=prompt), theirs)
-        assert foreign(kv) or reused(kv) == 96
-    assert not torch.equal(plain.logits[0], theirs.logits[0])
+    make, edit = CASES[name]
+    held = make()
+    model = holding(held)
+    first = Identity(model)
+    assert not first.foreign and Identity(holding(make())).namespace == first.namespace
+    edit(held)
+    assert not first.same(model)
+    edited = Identity(model)
+    assert not edited.foreign and edited.namespace != first.namespace
 
 
 class Described:
@@ -225,7 +189,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "a set of tuples": lambda: {(0, 1), (1, 2)},
     "a frozenset of tuples": lambda: frozenset({("a", 1), ("b", None)}),
     "a set of classes": lambda: {torch.nn.Linear, torch.nn.Tanh},
-    "a set of functions": lambda: {one, stepped},
+    "a set of functions": lambda: {one, marked_function},
     "a set of enums": lambda: {Mode.PLAIN, Mode.LOUD},
     "a class of number": lambda: Gain(1.0),
     "such a number in a dict": lambda: {"g": Gain(1.0)},
@@ -259,17 +223,16 @@ OTHERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_value_of_another_kind_makes_its_model_foreign(kind: str) -> None:
     """What foreign models answer is tried in `test_foreign`."""
-    model, held = models.short(), OTHERS[kind]()
-    model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: (out, held)[0])
+    model = holding(OTHERS[kind]())
     identity = Identity(model)
-    assert "closure over" in identity.foreign and identity.same(model)
+    assert identity.foreign.startswith("model.model.layers.1.mlp.held") and identity.same(model)
 
 
 PROGRAM = """
 import json
 from flowkv.naming.identity import Identity
-from tests.hooks.test_identity_contents import CASES
-found = [Identity(case.model()[0]) for case in CASES.values()]
+from tests.hooks.test_identity_contents import CASES, holding
+found = [Identity(holding(make())) for make, edit in CASES.values()]
 print(json.dumps([one.foreign and "foreign" or one.namespace.digest().hex() for one in found]))
 """
 
@@ -371,7 +334,6 @@ def test_whatever_a_model_refers_to_it_is_served(make: Callable[[], Any]) -> Non
         held = make()
     plain = generate(model, 4, input_ids=prompt)
     model.model.layers[1].mlp.__dict__["kept"] = held
-    model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: (out, held)[0])
     with attached(model) as kv, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
@@ -429,72 +391,7 @@ def test_modules_that_torch_compiled(make: Callable[..., None]) -> None:
         assert foreign(kv) or reused(kv) == 48
 
 
-def test_what_a_compiled_module_holds() -> None:
-    prompt, model, other = models.prompt(60), models.short(), models.short()
-    for each in (model, other):
-        scripted(each, 1.0)
-
-    def factor(each: Any) -> None:
-        each.model.layers[1].mlp.down_proj.factor = 3.0
-
-    def weight(each: Any) -> None:
-        with torch.no_grad():
-            each.model.layers[1].mlp.down_proj.inner.weight.mul_(2.0)
-
-    with attached(model) as kv, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for edit in (lambda each: None, factor, weight):
-            edit(model)
-            edit(other)
-            before = reused(kv)
-            for _ in range(2):
-                theirs = generate(other, 4, input_ids=prompt)
-                assert_same(generate(model, 4, input_ids=prompt), theirs)
-            assert foreign(kv) or reused(kv) == before + 48
-
-
 # ---- edits of modules and of what others own
-
-
-class Steps(torch.nn.Module):
-    """Runs modules in the order in which a dict lists them."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.steps = torch.nn.ModuleDict({"a": torch.nn.Tanh(), "b": torch.nn.LeakyReLU(5.0)})
-        self.steps["c"] = torch.nn.Hardtanh(-2.0, 2.0)
-        self.processor = Decorated(one)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        for step in self.steps.values():
-            x = step(x)
-        return x * self.processor()
-
-
-def steps(model: Any) -> Any:
-    return model.model.layers[1].mlp
-
-
-def modules_in_another_order(model: Any) -> None:
-    held = steps(model).steps
-    held["a"] = held.pop("a")
-
-
-def modules_moved_to_the_end(model: Any) -> None:
-    held = steps(model).steps._modules
-    held["b"] = held.pop("b")
-
-
-def hooks_in_another_order(model: Any) -> None:
-    hooks = steps(model).inner._forward_hooks
-    first = next(iter(hooks))
-    hooks[first] = hooks.pop(first)
-
-
-def class_of_a_module(model: Any) -> None:
-    steps(model).steps["a"].__class__ = torch.nn.Sigmoid
 
 
 class Loud(torch.nn.Linear):
@@ -502,152 +399,48 @@ class Loud(torch.nn.Linear):
         return super().forward(x) * 2.0
 
 
-def class_of_a_layer(model: Any) -> None:
-    model.model.layers[0].mlp.down_proj.__class__ = Loud
+def mlp_of(model: Any) -> Any:
+    return model.model.layers[0].mlp
 
 
-def attribute_of_a_weight(model: Any) -> None:
-    model.model.layers[0].mlp.down_proj.weight.factor = 2.0
+def modules_in_another_order(model: Any) -> None:
+    held = mlp_of(model)._modules
+    held["up_proj"] = held.pop("up_proj")
 
 
-def attribute_called_processor(model: Any) -> None:
-    steps(model).processor.factor = 2.0
-
-
-def another_processor(model: Any) -> None:
-    steps(model).processor = Decorated(one)
-    steps(model).processor.factor = 3.0
-
-
-def processor_of_a_library_module(model: Any) -> None:
-    model.model.layers[0].mlp.processor = 2.0
-
-
-def weight_of_another_class(model: Any) -> None:
+def weights_of_other_numbers(model: Any) -> None:
     with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+        mlp_of(model).up_proj.weight.mul_(2.0)
 
 
-def nested_setting(model: Any) -> None:
-    model.config.own["dtype"] = 2.0
+EDITS: dict[str, Callable[[Any], object]] = {
+    "modules_in_another_order": modules_in_another_order,
+    "class_of_an_activation": lambda m: setattr(mlp_of(m).act_fn, "__class__", torch.nn.Tanh),
+    "class_of_a_layer": lambda m: setattr(mlp_of(m).down_proj, "__class__", Loud),
+    "attribute_of_a_weight": lambda m: setattr(mlp_of(m).down_proj.weight, "factor", 2.0),
+    "attribute": lambda m: setattr(mlp_of(m), "factor", 2.0),
+    "weights": weights_of_other_numbers,
+    "nested_setting": lambda m: put("dtype", 2.0)(m.config.own),
+    "tensor_of_the_configuration": lambda m: put(1000, 2.0)(m.config.gains),
+    "other_tensor_of_the_configuration": lambda m: setattr(m.config, "gains", torch.zeros(2000)),
+    "object_of_the_configuration": lambda m: setattr(m.config, "box", Decorated(one)),
+}
 
 
-def tensor_of_the_configuration(model: Any) -> None:
-    model.config.gains[1000] = 2.0
-
-
-def another_tensor_of_the_configuration(model: Any) -> None:
-    gains = torch.ones(2000)
-    gains[1000] = 3.0
-    model.config.gains = gains
-
-
-def object_of_the_configuration(model: Any) -> None:
-    model.config.box.factor = 2.0
-
-
-def list_of_objects_of_the_configuration(model: Any) -> None:
-    model.config.boxes[0].factor = 2.0
-
-
-def read_all(model: Any) -> None:
-    """Hooks that read what the edits write."""
-    mlp, config = model.model.layers[0].mlp, model.config
-    config.own, config.gains = {"dtype": 1.0}, torch.ones(2000)
-    config.box, config.boxes = types.SimpleNamespace(factor=1.0), [Decorated(one)]
-    weight = mlp.up_proj.weight
-    mlp.up_proj.weight = torch.nn.Parameter(weight.detach().as_subclass(Marked))
-    inner = model.model.layers[1].mlp
-    inner.register_forward_hook(lambda m, a, out: torch.tanh(out))
-    inner.register_forward_hook(lambda m, a, out: out * 2.0)
-
-    def hook(module: Any, args: Any, out: Any) -> Any:
-        factor = getattr(module.down_proj.weight, "factor", 1.0) * getattr(module, "processor", 1.0)
-        factor = factor * config.own["dtype"] * config.box.factor * config.boxes[0].factor
-        return (out * factor * config.gains[1000]).as_subclass(torch.Tensor)
-
-    mlp.register_forward_hook(hook)
-    model.model.layers[1].mlp = Steps(inner).eval()
-
-
-EDITS = [
-    modules_in_another_order,
-    modules_moved_to_the_end,
-    hooks_in_another_order,
-    class_of_a_module,
-    class_of_a_layer,
-    attribute_of_a_weight,
-    attribute_called_processor,
-    another_processor,
-    processor_of_a_library_module,
-    weight_of_another_class,
-    nested_setting,
-    tensor_of_the_configuration,
-    another_tensor_of_the_configuration,
-    object_of_the_configuration,
-    list_of_objects_of_the_configuration,
-]
-
-
-def reading() -> torch.nn.Module:
+def configured() -> Any:
     model = models.short()
-    read_all(model)
+    model.config.own, model.config.gains = {"dtype": 1.0}, torch.ones(2000)
     return model
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_an_edit_of_a_module_is_another_name(edit: Callable[[Any], None]) -> None:
-    model, other, prompt = reading(), reading(), models.prompt(60)
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_of_a_module_is_another_name(edit: str) -> None:
+    model = configured()
     first = Identity(model)
-    assert first.foreign or Identity(other).namespace == first.namespace
-    edit(other)
-    theirs = generate(other, 4, input_ids=prompt)
-    assert differ(first, Identity(other))
-    with attached(model) as kv, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = generate(model, 4, input_ids=prompt)
-        generate(model, 4, input_ids=prompt)
-        assert foreign(kv) or reused(kv) == 48
-        edit(model)
-        for _ in range(2):
-            assert_same(generate(model, 4, input_ids=prompt), theirs)
-        assert foreign(kv) or reused(kv) == 96
-    assert not torch.equal(plain.logits[0], theirs.logits[0])
-
-
-def test_dicts_keyed_by_modules() -> None:
-    def made() -> tuple[Any, dict[Any, float]]:
-        model = models.short()
-        factors = {layer.mlp: 1.0 for layer in model.model.layers}
-        for layer in model.model.layers:
-            layer.mlp.register_forward_hook(lambda m, a, out: out * factors[m])
-        return model, factors
-
-    (model, factors), (other, others), prompt = made(), made(), models.prompt(60)
-    first = Identity(model)
-    assert first.foreign or Identity(other).namespace == first.namespace
-    others[other.model.layers[0].mlp] = 2.0
-    assert differ(first, Identity(other))
-    theirs = generate(other, 4, input_ids=prompt)
-    with attached(model) as kv:
-        generate(model, 4, input_ids=prompt)
-        generate(model, 4, input_ids=prompt)
-        assert foreign(kv) or reused(kv) == 48
-        factors[model.model.layers[0].mlp] = 2.0
-        assert_same(generate(model, 4, input_ids=prompt), theirs)
-
-
-def test_an_attribute_of_a_metaclass() -> None:
-    held, prompt = Made(), models.prompt(60)
-
-    def made() -> Any:
-        model = models.short()
-        model.model.layers[1].mlp.register_forward_hook(
-            lambda m, a, out: out * type(type(held)).factor
-        )
-        return model
-
-    check_placed(made, lambda factor: setting(Meta, "factor", factor), prompt)
+    assert not first.foreign and Identity(configured()).namespace == first.namespace
+    EDITS[edit](model)
+    assert not first.same(model)
+    assert differ(first, Identity(model))
 
 
 PLAIN_MLP = modeling_llama.LlamaMLP.forward
@@ -796,23 +589,10 @@ def test_forwards_of_a_library_in_an_instance() -> None:
 @pytest.mark.parametrize("name", ["code", "test.layers", "transformers.own", "torch"])
 def test_code_that_has_the_name_of_another_module(name: str) -> None:
     """A script called `code.py`, say."""
-    prompt, names = models.prompt(60), []
-    for factor in (2.0, 5.0, 2.0):
-        space: dict[str, Any] = {"__name__": name, "FACTOR": factor}
-        exec("def hook(module, args, out):\n    return out * FACTOR", space)
-        exec("class Own:\n    def factor(self):\n        return FACTOR", space)
-        by_function, by_class = models.short(), models.short()
-        by_function.model.layers[1].mlp.register_forward_hook(space["hook"])
-        own = space["Own"]()
-        by_class.model.layers[1].mlp.register_forward_hook(
-            lambda m, a, out, own=own: out * own.factor()
-        )
-        names.append((Identity(by_function), Identity(by_class)))
-        theirs = generate(by_function, 4, input_ids=prompt)
-        with attached(by_function):
-            for _ in range(2):
-                assert_same(generate(by_function, 4, input_ids=prompt), theirs)
-    assert all(differ(a, b) for a, b in zip(*names[:2], strict=True))
+    model, space = models.short(), {"__name__": name}
+    exec("def hook(module, args, out):\n    return out", space)
+    model.model.layers[1].mlp.register_forward_hook(space["hook"])
+    assert Identity(model).foreign
 
 
 # ---- caches, and what somebody does later
@@ -889,31 +669,6 @@ def test_a_cache_that_somebody_makes_hold_itself_is_named() -> None:
         assert Identity(model).namespace == identity.namespace
 
 
-def test_a_name_of_python_that_a_module_takes_for_itself_is_noticed() -> None:
-    model, space = models.short(), {"__name__": "somewhere"}
-    exec("def hook(module, given, out):\n    return out.mul(abs(-1.0))", space)
-    model.model.layers[0].mlp.register_forward_hook(space["hook"])
-    identity = Identity(model)
-    space["abs"] = lambda value: 2.0
-    assert not identity.same(model)
-    assert differ(identity, Identity(model))
-    del space["abs"]
-    assert Identity(model).namespace == identity.namespace
-    space["mul"] = "what a notebook calls like that is not what the hook means"
-    assert identity.same(model)
-
-
-def test_a_setting_that_a_module_gets_later_is_noticed() -> None:
-    settings = types.ModuleType("settings_of_somebody")
-    model = models.short()
-    model.model.layers[0].mlp.register_forward_hook(
-        lambda module, given, out: out * getattr(settings, "FACTOR", 1.0)
-    )
-    identity = Identity(model)
-    settings.FACTOR = 2.0
-    assert differ(identity, Identity(model))
-
-
 def test_a_method_of_all_tensors_that_is_replaced_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -938,27 +693,14 @@ def test_weights_that_are_read_as_another_type_are_noticed() -> None:
         assert kv.stats()["tokens_reused"] == before
 
 
-class Foreign(torch.nn.Module):
-    """A module of somebody's own, of which a hook keeps one more."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
 def test_copying_and_pickling_leave_no_trace_in_a_name() -> None:
     """Python notes on a class how its objects are copied, when the first of them is."""
-    model, kept = models.short(), One()
-    model.model.layers[0].mlp = Foreign(model.model.layers[0].mlp)
-    model.model.layers[0].mlp.register_forward_hook(lambda module, given, out, kept=kept: out)
-    for cls in (torch.Tensor, Foreign, One):
+    model = models.short()
+    for cls in (torch.Tensor, modeling_llama.LlamaMLP):
         if "__slotnames__" in vars(cls):
             del cls.__slotnames__
     identity = Identity(model)
-    for something in (torch.zeros(1), model, kept):
+    for something in (torch.zeros(1), model):
         copy.copy(something)
         copy.deepcopy(something)
         pickle.dumps(torch.zeros(1))

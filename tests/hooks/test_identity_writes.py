@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import collections
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, foreign, generate, reused
+from tests.hooks.tabled import WRITES, as_library
+from tests.hooks.test_identity import on_disk
 from tests.inside import identity
 
 pytestmark = [
@@ -30,13 +29,13 @@ def mlp(model: Model) -> Model:
     return model.model.layers[1].mlp
 
 
-def hooked(state: Callable[[], Any], hook: Callable[[Any, Model, torch.Tensor], Any]) -> Make:
-    """Makes a model with a hook that reads, and perhaps writes, what `state` gives."""
+def wrapped(kind: str, *given: Any) -> Callable[[], tuple[Model, Any]]:
+    """Makes a model with a module of a library around an MLP."""
 
     def make() -> tuple[Model, Any]:
-        model, held = models.short(), state()
-        mlp(model).register_forward_hook(lambda module, args, out: hook(held, module, out))
-        return model, held
+        model = models.short()
+        model.model.layers[1].mlp = getattr(as_library(), kind)(mlp(model), *given).eval()
+        return model, None
 
     return make
 
@@ -93,243 +92,57 @@ def stays(make: Callable[[], Model], place: str) -> None:
 # ---- counters
 
 
-def a_list(model: Model) -> None:
-    n = [0]
-
-    def hook(module, args, out):
-        n[0] += 1
-
-    mlp(model).register_forward_hook(hook)
-
-
-def nested_lists(model: Model) -> None:
-    n = [[0], [0]]
-
-    def hook(module, args, out):
-        n[1][0] += 1
-
-    mlp(model).register_forward_hook(hook)
-
-
-def a_kept_output(model: Model) -> None:
-    kept = [0, None]
-
-    def hook(module, args, out):
-        kept[1] = out
-
-    mlp(model).register_forward_hook(hook)
-
-
-def an_equal_list(model: Model) -> None:
-    kept = {}
-
-    def hook(module, args, out):
-        kept["width"] = [out.shape[0], out.shape[-1]]
-
-    mlp(model).register_forward_hook(hook)
-
-
-def a_nonlocal(model: Model) -> None:
-    n = 0
-
-    def hook(module, args, out):
-        nonlocal n
-        n += 1
-
-    mlp(model).register_forward_hook(hook)
-
-
-CALLS = 0
-
-
-def a_global(model: Model) -> None:
-    def hook(module, args, out):
-        global CALLS
-        CALLS += 1
-
-    mlp(model).register_forward_hook(hook)
-
-
-class Counter:
-    n = 0
-
-
-def an_attribute_of_a_class(model: Model) -> None:
-    def hook(module, args, out):
-        Counter.n += 1
-
-    mlp(model).register_forward_hook(hook)
-
-
-class Slot:
-    __slots__ = ("n",)
-
-
-def a_slot(model: Model) -> None:
-    slot = Slot()
-    slot.n = 0
-
-    def hook(module, args, out):
-        slot.n += 1
-
-    mlp(model).register_forward_hook(hook)
-
-
-def a_configuration(model: Model) -> None:
-    config = model.config
-
-    def hook(module, args, out):
-        config.calls = getattr(config, "calls", 0) + 1
-
-    mlp(model).register_forward_hook(hook)
-
-
-def a_dictionary_that_grows(model: Model) -> None:
-    seen = {}
-
-    def hook(module, args, out):
-        seen[len(seen)] = out
-
-    mlp(model).register_forward_hook(hook)
-
-
-def a_set_that_grows(model: Model) -> None:
-    seen = set()
-    mlp(model).register_forward_hook(lambda module, args, out: seen.add(len(seen)))
-
-
-def a_full_queue(model: Model) -> None:
-    last = collections.deque([0, 0, 0], maxlen=3)
-    mlp(model).register_forward_hook(lambda module, args, out: last.append(out.shape[1]))
-
-
-def a_numpy_counter(model: Model) -> None:
-    n = np.zeros(1, int)
-
-    def hook(module, args, out):
-        n[0] += 1
-
-    mlp(model).register_forward_hook(hook)
-
-
-def a_numpy_mean(model: Model) -> None:
-    mean = np.zeros(64, np.float32)
-
-    def hook(module, args, out):
-        mean[:] = 0.9 * mean + out.mean((0, 1)).numpy()
-
-    mlp(model).register_forward_hook(hook)
-
-
-def an_uncounted_tensor(model: Model) -> None:
-    mean = torch.zeros(64)
-    mlp(model).register_forward_hook(lambda m, args, out: mean.data.copy_(out.mean((0, 1))) is None)
-
-
-class Averaging(torch.nn.Module):
-    """Keeps a mean of what it saw, as batch norms and quantizers do, where nobody counts."""
-
-    def __init__(self, inner: Model) -> None:
-        super().__init__()
-        self.inner, self.n = inner, [0]
-        self.register_buffer("mean", torch.zeros(64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean.data.mul_(0.9).add_(x.mean((0, 1)))
-        self.n[0] += 1
-        return self.inner(x)
-
-
-def an_uncounted_buffer(model: Model) -> None:
-    model.model.layers[1].mlp = Averaging(mlp(model)).eval()
-
-
-COUNTERS = [
-    a_list,
-    nested_lists,
-    a_kept_output,
-    an_equal_list,
-    a_nonlocal,
-    a_global,
-    an_attribute_of_a_class,
-    a_slot,
-    a_configuration,
-    a_dictionary_that_grows,
-    a_set_that_grows,
-    a_full_queue,
-    a_numpy_counter,
-    a_numpy_mean,
-    an_uncounted_tensor,
-    an_uncounted_buffer,
-]
+def writing(model: Any, kind: str) -> None:
+    model.model.layers[1].mlp = as_library().Writing(mlp(model), model.config, kind).eval()
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "later"])
-@pytest.mark.parametrize("count", COUNTERS, ids=lambda count: count.__name__)
-def test_a_forward_that_counts_makes_its_model_foreign(count: Edit, late: bool) -> None:
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_forward_that_counts_makes_its_model_foreign(kind: str, late: bool) -> None:
     """Its answers stay those of a plain model, and nothing that it computed is shared.
 
     What is equal after each forward has one name, and is shared.
     """
     model, plain, prompt = models.short(), models.short(), models.prompt(60)
-    count(plain)
+    writing(plain, kind)
     if not late:
-        count(model)
+        writing(model, kind)
     with attached(model) as kv:
         if late:
             generate(model, 3, input_ids=prompt)
-            count(model)
+            writing(model, kind)
         for _ in range(3):
             theirs = generate(plain, 3, input_ids=prompt)
             assert_same(generate(model, 3, input_ids=prompt), theirs)
-        assert foreign(kv) or count is an_equal_list  # which is named by its content
+        named = kind == "an_equal_list" and not late  # by its content
+        assert bool(foreign(kv)) is not (named or kind == "an_uncounted_buffer")  # read each time
         before = reused(kv)
         generate(model, 3, input_ids=prompt)
-        assert reused(kv) == before + (0 if foreign(kv) else 48)
+        assert reused(kv) == before + 48 * named
+
+
+def test_a_forward_that_writes_is_served_by_a_revision(tmp_path) -> None:
+    """What it writes is in no name then."""
+    model, prompt, place = models.short(), models.prompt(60), f"{tmp_path}/kv:64MiB"
+    writing(model, "a_number")
+    with attached(model, disk=place) as kv:
+        for _ in range(2):
+            generate(model, 6, input_ids=prompt)
+        assert "changed during a forward" in foreign(kv)
+        kv.flush()
+        assert reused(kv) == on_disk(kv) == 0
+    with attached(model, disk=place, revision="counts") as kv:
+        for _ in range(3):
+            generate(model, 6, input_ids=prompt)
+        assert reused(kv) >= 48
+        generate(model, 6, input_ids=models.prompt(200, 7))
+        for _ in range(2):
+            before = reused(kv)
+            generate(model, 6, input_ids=prompt)
+        assert reused(kv) == before + 48
 
 
 # ---- what somebody else writes to the same places
-
-
-def a_default(held: dict[str, float], module: Model, out: torch.Tensor) -> torch.Tensor:
-    return out * held.setdefault("scale", 1.0)
-
-
-def a_default_dict(held: dict[str, float], module: Model, out: torch.Tensor) -> torch.Tensor:
-    return out * held["scale"]
-
-
-def an_attribute(held: Any, module: Model, out: torch.Tensor) -> torch.Tensor:
-    if not hasattr(module, "scale"):
-        module.scale = 1.0
-    return out * module.scale
-
-
-class Lazy(torch.nn.Module):
-    """Makes its scale when it is first called, unless somebody has made it."""
-
-    def __init__(self, inner: Model, first: Callable[[], Any]) -> None:
-        super().__init__()
-        self.inner, self.scale, self.first, self.calls = inner, None, first, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.scale is None:
-            self.scale = self.first()
-        return self.inner(x) * self.scale
-
-
-def lazy(first: Callable[[], Any]) -> Make:
-    def make() -> tuple[Model, Any]:
-        model = models.short()
-        model.model.layers[1].mlp = Lazy(mlp(model), first).eval()
-        return model, None
-
-    return make
-
-
-def sets_item(value: float) -> Edit:
-    return lambda model, held: held.update(scale=value)
 
 
 def sets_attribute(value: Any) -> Edit:
@@ -337,17 +150,10 @@ def sets_attribute(value: Any) -> Edit:
 
 
 LAZY: list[tuple[str, Make, list[Edit]]] = [
-    ("setdefault", hooked(dict, a_default), [sets_item(2.0), sets_item(0.5)]),
-    (
-        "defaultdict",
-        hooked(lambda: collections.defaultdict(lambda: 1.0), a_default_dict),
-        [sets_item(2.0), sets_item(0.5)],
-    ),
-    ("attribute", hooked(dict, an_attribute), [sets_attribute(2.0), sets_attribute(0.5)]),
-    ("number", lazy(lambda: 1.0), [sets_attribute(2.0), sets_attribute(0.5)]),
+    ("number", wrapped("Lazy", 1.0), [sets_attribute(2.0), sets_attribute(0.5)]),
     (
         "tensor",
-        lazy(lambda: torch.ones(1)),
+        wrapped("Lazy", torch.ones(1)),
         [sets_attribute(torch.full((1,), 2.0)), sets_attribute(torch.full((1,), 0.5))],
     ),
 ]
@@ -366,50 +172,6 @@ def test_what_a_forward_makes_first_was_set_before(make, edits, tmp_path) -> Non
     over_a_store(make, edits, f"{tmp_path}/kv:64MiB")
 
 
-def test_what_a_hook_made_that_was_hung_on_later() -> None:
-    """And it is reused again once the edit is taken back."""
-    model, prompt, held = models.short(), models.prompt(60), dict[str, float]()
-    with attached(model) as kv:
-        generate(model, 4, input_ids=prompt)
-        mlp(model).register_forward_hook(lambda module, args, out: a_default(held, module, out))
-        for _ in range(3):
-            generate(model, 4, input_ids=prompt)
-        assert foreign(kv) or reused(kv) == 2 * 48 - 48
-        for scale in (2.0, 1.0, 2.0):
-            before = reused(kv)
-            held["scale"] = scale
-            twin = models.short()
-            mlp(twin).register_forward_hook(lambda module, args, out, s=scale: out * s)
-            found = generate(model, 4, input_ids=prompt)
-            assert_same(found, generate(twin, 4, input_ids=prompt))
-        assert foreign(kv) or reused(kv) == before + 48
-
-
-class Once(torch.nn.Module):
-    """Adds what is pending, once."""
-
-    def __init__(self, inner: Model) -> None:
-        super().__init__()
-        self.inner, self.pending = inner, None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x)
-        if self.pending is not None:
-            y, self.pending = y + self.pending, None
-        return y
-
-
-def once() -> tuple[Model, Any]:
-    model = models.short()
-    model.model.layers[1].mlp = Once(mlp(model)).eval()
-    return model, None
-
-
-def reset(held: dict[str, float], module: Model, out: torch.Tensor) -> torch.Tensor:
-    scale, held["scale"] = held["scale"], 1.0
-    return out * scale
-
-
 def steer(factor: float) -> Edit:
     def edit(model: Model, held: Any) -> None:
         vector = torch.randn(64, generator=torch.Generator().manual_seed(3))
@@ -418,16 +180,10 @@ def steer(factor: float) -> Edit:
     return edit
 
 
-ONCE: list[tuple[str, Make, list[Edit]]] = [
-    ("vector", once, [steer(f) for f in (1.0, 0.0, 2.0, 1.0)]),
-    ("reset", hooked(lambda: {"scale": 1.0}, reset), [sets_item(s) for s in (2.0, 1.0, 3.0, 2.0)]),
-]
-
-
-@pytest.mark.parametrize(("make", "edits"), [c[1:] for c in ONCE], ids=[c[0] for c in ONCE])
 @pytest.mark.parametrize("length", [60, 64])
-def test_what_is_set_for_one_call_and_used_up(make: Make, edits: list[Edit], length: int) -> None:
+def test_what_is_set_for_one_call_and_used_up(length: int) -> None:
     """Also by a longer prompt, of which the tokens of such a call are a part."""
+    make, edits = wrapped("Once"), [steer(factor) for factor in (1.0, 0.0, 2.0, 1.0)]
     prompt, (model, held), (twin, beside) = models.prompt(length), make(), make()
     with attached(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -441,126 +197,6 @@ def test_what_is_set_for_one_call_and_used_up(make: Make, edits: list[Edit], len
             longer = torch.cat([ours.sequences, models.prompt(8, 3)], 1)
             ours, theirs = (generate(m, 4, input_ids=longer) for m in (model, twin))
             assert_same(ours, theirs)
-
-
-def test_another_thread_writes_once_during_a_forward() -> None:
-    """What looks like a forward's own write, once, is none."""
-    model, prompt, held = models.short(), models.prompt(60), {"scale": 1.0}
-    mlp(model).register_forward_hook(lambda module, args, out: out * held["scale"])
-    with attached(model) as kv:
-        generate(model, 4, input_ids=prompt)
-        todo = [2.0]
-
-        def at(module, args, out):
-            if todo:
-                thread = threading.Thread(target=held.update, kwargs={"scale": todo.pop()})
-                thread.start()
-                thread.join()
-
-        handle = model.model.layers[0].register_forward_hook(at)
-        generate(model, 4, input_ids=models.prompt(50, 7))
-        handle.remove()
-        for scale in (2.0, 1.0, 2.0, 3.0, 1.0):
-            held["scale"] = scale
-            before = reused(kv)
-            twin = models.short()
-            mlp(twin).register_forward_hook(lambda module, args, out, s=scale: out * s)
-            found = generate(model, 4, input_ids=prompt)
-            assert_same(found, generate(twin, 4, input_ids=prompt))
-        assert foreign(kv) or reused(kv) == before + 48
-
-
-def test_an_edit_between_two_steps_where_a_forward_writes() -> None:
-    """What is computed behind it is in no page of what was before."""
-    prompt = models.prompt(60)
-
-    def both(model: Model) -> tuple[Any, Any]:
-        held = {"n": 0}
-
-        def hook(module, args, out):
-            held["n"] += 1
-            return out * (3.0 if held["n"] < 0 else 1.0)
-
-        mlp(model).register_forward_hook(hook)
-
-        class Schedule(transformers.LogitsProcessor):
-            def __init__(self) -> None:
-                self.step = 0
-
-            def __call__(self, ids, scores):
-                self.step += 1
-                held["n"] = {1: -1000, 4: 0}.get(self.step, held["n"])
-                return scores
-
-        first = generate(
-            model,
-            20,
-            input_ids=prompt,
-            logits_processor=transformers.LogitsProcessorList([Schedule()]),
-        )
-        longer = torch.cat([first.sequences, models.prompt(8, 3)], 1)
-        return first, generate(model, 4, input_ids=longer)
-
-    theirs = both(models.short())
-    model = models.short()
-    with attached(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for ours, wanted in zip(both(model), theirs, strict=True):
-            assert_same(ours, wanted)
-
-
-# ---- chance
-
-CHANCE = {
-    "numpy": "import numpy as np\ndef hook(m, a, o): return o + K * np.random.rand()",
-    "numpy_random": "from numpy import random as r\ndef hook(m, a, o): return o + K * r.rand()",
-    "gauss": "from random import gauss\ndef hook(m, a, o): return o + K * gauss(0, 1)",
-    "uniform": "from random import uniform\ndef hook(m, a, o): return o + K * uniform(0, 1)",
-    "own": "from random import Random\nr = Random(0)\ndef hook(m, a, o): return o + K * r.random()",
-    "system": "from random import SystemRandom\nr = SystemRandom()\n"
-    "def hook(m, a, o): return o + K * r.random()",
-    "default_rng": "import numpy\nr = numpy.random.default_rng(0)\n"
-    "def hook(m, a, o): return o + K * float(r.normal())",
-    "state": "import numpy\nr = numpy.random.RandomState(0)\n"
-    "def hook(m, a, o): return o + K * float(r.normal())",
-    "object": "from random import Random\nclass R:\n"
-    "    def __init__(self): self.r = Random(1)\n"
-    "    def __call__(self, m, a, o): return o + K * self.r.random()\nhook = R()",
-    "import": "def hook(m, a, o):\n    import random\n    return o + K * random.random()",
-    "import_numpy": "def hook(m, a, o):\n    import numpy as n\n    return o + K * n.random.rand()",
-    "urandom": "import os\ndef hook(m, a, o): return o + K * os.urandom(1)[0] / 256",
-    "time": "import time\ndef hook(m, a, o): return o + K * (time.time() % 1)",
-    "seeded_by_clock": "import time, torch\ndef hook(m, a, o):\n"
-    "    g = torch.Generator().manual_seed(int(time.time() * 1e6) % 10**6)\n"
-    "    return o + K * torch.randn(o.shape, generator=g)",
-}
-
-
-def chance(name: str, strength: float) -> Any:
-    space: dict[str, Any] = {"__name__": "of_a_test", "K": strength}
-    exec(CHANCE[name], space)
-    return space["hook"]
-
-
-@pytest.mark.parametrize("name", CHANCE)
-def test_what_draws_by_itself_is_not_shared(name: str) -> None:
-    """Neither when it is hung on later, nor when it is too weak for the trials at attach."""
-    prompt = models.prompt(60)
-    model = models.short()
-    with attached(model) as kv, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mlp(model).register_forward_hook(chance(name, 1.0))
-        for _ in range(2):
-            generate(model, 2, input_ids=prompt)
-        assert foreign(kv) or reused(kv) == 0
-    model = models.short()
-    mlp(model).register_forward_hook(chance(name, 1e-3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with attached(model) as kv:
-            for _ in range(2):
-                generate(model, 2, input_ids=prompt)
-            assert foreign(kv) or reused(kv) == 0
 
 
 # ---- encodings that depend on length

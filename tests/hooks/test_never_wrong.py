@@ -71,35 +71,6 @@ def test_changed_weights_are_not_served_from_disk(tmp_path) -> None:
         assert reused(kv) == 0
 
 
-class _Adapter(torch.nn.Module):
-    """A low-rank adapter in the way that adapter libraries make them: switched by an attribute."""
-
-    def __init__(self, base: torch.nn.Linear) -> None:
-        super().__init__()
-        self.base, self.active_adapter = base, "none"
-        seeded = torch.Generator().manual_seed(7)
-        rows, columns = base.weight.shape
-        self.delta = torch.nn.Parameter(torch.randn(rows, columns, generator=seeded))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.base(x)
-        return y + x @ self.delta.T if self.active_adapter == "on" else y
-
-
-def test_an_adapter_is_switched() -> None:
-    model, prompt = models.causal("llama"), models.prompt(80)
-    attention = model.model.layers[1].self_attn
-    attention.v_proj = adapter = _Adapter(attention.v_proj)
-    without = generate(model, input_ids=prompt)
-    adapter.active_adapter = "on"
-    with_it = generate(model, input_ids=prompt)
-    assert not torch.equal(without.sequences, with_it.sequences)
-    with attached(model):
-        for state, theirs in (("on", with_it), ("none", without)) * 2:
-            adapter.active_adapter = state
-            assert_same(generate(model, input_ids=prompt), theirs)
-
-
 def test_another_dtype() -> None:
     model, prompt = models.causal("llama"), models.prompt(80)
     with attached(model), warnings.catch_warnings():

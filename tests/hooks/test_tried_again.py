@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.hooks.tabled import as_library
 from tests.inside import Identity, Weights
 from tests.inside import door as doors
 
@@ -122,15 +123,15 @@ def test_an_edit_is_tried_once_and_an_amount_never(monkeypatch: pytest.MonkeyPat
     settle = doors.settle
     monkeypatch.setattr(doors, "settle", lambda *a: tried.append(1) or settle(*a))
     model, prompt = models.causal("llama"), models.prompt(60)
-    box = {"strength": 1.5}
+    layer = model.model.layers[1]
+    plain, times = layer.mlp, as_library().Times(layer.mlp, model.config).eval()
     with attached(model) as kv:
         generate(model, 4, input_ids=prompt)
-        for strength in (1.5, 1.25, 1.5):
-            box["strength"] = strength
-            undo = hook(model, lambda x: x * box["strength"])
+        for times.scale in (1.5, 1.25, 1.5):
+            layer.mlp = times
             for _ in range(2):
                 generate(model, 4, input_ids=prompt)
-            undo()
+            layer.mlp = plain
             generate(model, 4, input_ids=prompt)
         assert len(tried) == 1
         assert reused(kv) == 7 * 48

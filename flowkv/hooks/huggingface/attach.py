@@ -88,9 +88,9 @@ def attach(
         model: A transformers model, possibly wrapped by adapters or by `torch.compile`.
         reads: "auto" reads pages in place, wherever the model's attention allows it; "dense"
             gathers K and V for the model's own attention.
-        revision: Your name for everything in the model that FlowKV cannot name: hooks, patched
-            functions, objects of your own. Without it, such a model shares no pages. Change it
-            whenever the model computes something else.
+        revision: Your name for everything in the model that FlowKV cannot name: modules, hooks and
+            functions of your own, patched functions, objects. Without it, such a model shares no
+            pages. Change it whenever the model computes something else.
         memo: Places, as "host:256MiB", that keep the results of the model's encoders (of images, of
             sound, or of an encoder-decoder): known rows are not computed again (`flowkv.memo`).
         sparsify: Experimental: which tokens of a prompt stay once it is computed, as "snapkv:0.5",
