@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -285,6 +286,13 @@ def modes(*, own: bool = True) -> str:
         if own or not getattr(mode, "names_flowkv_pages", False):
             return f"a torch {kind} mode may change the results of the model"
     return ""
+
+
+def transformed() -> str:
+    """Return why torch asks for more of a call than its results; "" if it does not."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return "a transform of torch.func or a forward derivative is wanted of it"
+    return "it is traced" if torch._C._is_tracing() else ""
 
 
 def _helped(model: torch.nn.Module) -> bool:

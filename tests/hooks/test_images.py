@@ -222,3 +222,75 @@ def test_forwards_without_positions_count_anew(name: str) -> None:
         for given, want in zip(calls, wanted, strict=True):
             torch.testing.assert_close(answer(model, given), want, rtol=0, atol=1e-3)
         assert reused(kv) > 0
+
+
+# ---- types of tokens that let them see later ones (Gemma 3), or whose zero is a token (GPT-2)
+
+
+def _gemma3() -> Any:
+    sight = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    sight |= dict(image_size=28, patch_size=14)
+    config = transformers.Gemma3Config(
+        text_config=models.GROUPED | dict(sliding_window=24, query_pre_attn_scalar=16),
+        vision_config=sight,
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _hrm() -> Any:
+    sizes = {k: v for k, v in models.GROUPED.items() if k != "num_hidden_layers"}
+    config = transformers.HrmTextConfig(**sizes, num_layers_per_stack=1, prefix_lm=True)
+    return transformers.HrmTextForCausalLM(config)
+
+
+def _gpt2() -> Any:
+    sizes = dict(n_embd=64, n_layer=2, n_head=4, vocab_size=256)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+TYPED = {"gemma3": _gemma3, "gpt2": _gpt2} | (
+    {"hrm": _hrm} if hasattr(transformers, "HrmTextConfig") else {}
+)
+
+
+@pytest.mark.parametrize("name", TYPED)
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*(one type see later|same as none)")
+def test_types_of_tokens(name: str) -> None:
+    torch.manual_seed(3)
+    model = models.sharpen(TYPED[name](), factor=5.0 if name == "hrm" else 2.0)
+    ids = torch.cat([text(40, 1), text(20, 2)], 1)
+    other = torch.cat([text(40, 1), text(24, 3)], 1)
+    calls = [dict(input_ids=x, token_type_ids=torch.ones_like(x)) for x in (ids, other)]
+    calls += [dict(input_ids=x, token_type_ids=torch.zeros_like(x)) for x in (ids, other)]
+    calls += [dict(input_ids=ids), dict(input_ids=other)]
+    calls += [dict(input_ids=ids, token_type_ids=(torch.arange(60) < 50).long()[None])]
+    wanted = [generate(model, 4, **call) for call in calls]
+    with attached(model) as kv:
+        for _ in range(2):
+            for call, theirs in zip(calls, wanted, strict=True):
+                assert_same(generate(model, 4, **call), theirs)
+        assert reused(kv) > 0, "those without types are shared"
+
+
+@torch.no_grad()
+def test_types_given_behind_a_prompt_without() -> None:
+    torch.manual_seed(3)
+    model, known = models.sharpen(_gpt2()), torch.cat([text(40, 1), text(20, 2), text(3, 3)], 1)
+    theirs = generate(model, 4, input_ids=known)
+    with attached(model) as kv:
+        cache, types = DynamicCache(config=model.config), torch.zeros(1, 20, dtype=torch.long)
+        model(known[:, :40], past_key_values=cache, logits_to_keep=1)
+        model(known[:, 40:60], past_key_values=cache, token_type_ids=types)
+        assert_same(generate(model, 4, input_ids=known), theirs)
+        assert reused(kv) == 32
+
+
+def test_a_cache_with_tokens_says_so() -> None:
+    """Molmo 2 and PaliGemma read there whether a forward is the first."""
+    model, ids = models.short(), models.prompt(20)
+    wanted = generate(model, 2, input_ids=ids).past_key_values
+    with attached(model):
+        found = generate(model, 2, input_ids=ids).past_key_values
+        assert found.is_initialized == wanted.is_initialized

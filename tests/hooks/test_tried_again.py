@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from transformers import DynamicCache
 from transformers.integrations import sdpa_attention
 from transformers.models.llama import modeling_llama
@@ -195,6 +196,85 @@ def test_gradients_flow_behind_a_prompt_that_was_computed_without(frozen: bool) 
     assert theirs and len(ours) == len(theirs)
     for found, wanted in zip(ours, theirs, strict=True):
         assert torch.allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_a_hook_that_came_behind_the_prompt() -> None:
+    """Nothing in the model wants gradients until the forward is under way."""
+    model, prompt, more = models.causal("llama"), models.prompt(50), models.prompt(4, seed=3)
+    model.requires_grad_(False)
+
+    def gradients() -> list[torch.Tensor]:
+        cache, found = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for ids, given in ((more, cache), (prompt, DynamicCache(config=model.config))):
+            vector = torch.zeros(64, requires_grad=True)
+            undo = steered(model, vector)
+            logits = model(ids, past_key_values=given, use_cache=True, logits_to_keep=1).logits
+            logits.square().mean().backward()
+            undo()
+            assert vector.grad is not None
+            found.append(vector.grad)
+        return found
+
+    theirs = gradients()
+    with attached(model):
+        for _ in range(2):
+            torch.testing.assert_close(gradients(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def derivative(model: Any, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    given = model.get_input_embeddings()(ids).detach()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(given, torch.ones_like(given))
+        out = model(inputs_embeds=dual, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return [x.detach() for x in forward_ad.unpack_dual(out.logits)]
+
+
+def jvp(model: Any, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    def logits(x: torch.Tensor) -> Any:
+        own = copy.deepcopy(cache)
+        given = dict(past_key_values=own, use_cache=True, logits_to_keep=1)
+        return model(inputs_embeds=x, **given).logits
+
+    given = model.get_input_embeddings()(ids).detach()
+    return list(torch.func.jvp(logits, (given,), (torch.ones_like(given),)))
+
+
+def vmapped(model: Any, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    def logits(row: torch.Tensor) -> Any:
+        given = dict(past_key_values=DynamicCache(config=model.config), use_cache=True)
+        return model(row, **given, logits_to_keep=1).logits
+
+    return [torch.func.vmap(logits)(torch.stack([ids, ids + 1]))]
+
+
+def traced(model: Any, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    def logits(row: torch.Tensor) -> Any:
+        given = dict(past_key_values=DynamicCache(config=model.config), use_cache=True)
+        return model(row, **given, logits_to_keep=1).logits
+
+    return [torch.jit.trace(logits, (ids,), check_trace=False)(ids + 1)]
+
+
+@pytest.mark.parametrize("way", [derivative, jvp, vmapped, traced])
+@pytest.mark.filterwarnings("ignore")
+def test_transforms_of_torch_see_no_pages(way: Callable[..., list[torch.Tensor]]) -> None:
+    model, prompt, more = models.causal("llama"), models.prompt(50), models.prompt(20, seed=3)
+    model.requires_grad_(False)
+    model.set_attn_implementation("eager")  # others have no forward derivative
+
+    @torch.no_grad()
+    def found() -> list[torch.Tensor]:
+        cache = DynamicCache(config=model.config)
+        model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return way(model, cache, more)
+
+    theirs = found()
+    with attached(model):
+        for _ in range(2):
+            torch.testing.assert_close(found(), theirs, rtol=1e-3, atol=1e-4)
 
 
 # ---- caches that leave their pages

@@ -382,7 +382,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         cache: Weak reference to its cache.
     """
 
-    is_compileable, is_croppable, supports_early_init = False, True, False
+    is_compileable, is_croppable = False, True
     states: tuple[str, ...] = ()
     """Attributes that are the layer's state beside its pages."""
 
@@ -409,6 +409,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_initialized = property(
         lambda layer: bool(layer.seen), lambda *_: None, doc="As of a native layer: it has tokens."
     )
+
+    @property
+    def supports_early_init(self) -> bool:
+        """Return whether it counts in `is_initialized` of its cache, as the native layer."""
+        return getattr(self.spec.native, "supports_early_init", True)
 
     @property
     def is_sliding(self) -> bool:
@@ -477,6 +482,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         assert step is not None
         if not type(k) is type(v) is torch.Tensor:  # kernels read the memory of a tensor itself
             return False
+        if k.requires_grad or v.requires_grad:  # pages pass no gradients on
+            return False
         decode = writer(step, group)
         if decode is None or not decode.append(self.placed.place, k, v):
             if not self._expected(k, v):
@@ -500,9 +507,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> torch.Tensor | None:
         """Attend with queries `[B, Hq, T, D]` over pages; return `[B, T, Hq, Dv]`.
 
-        Returns None if the queries do not fit the rows or the geometry.
+        Returns None if the queries do not fit the rows or the geometry, or want gradients.
         """
-        if self.decode is not None:
+        if self.decode is not None and not q.requires_grad:
             found = self.decode.attend(self.placed.place, q, scale, softcap, sinks)
             if found is not None:
                 return found  # type: ignore[no-any-return]
@@ -511,7 +518,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         kv_heads, head_dim, _, dtype, device = self.shape
         if (batch, new, dim) != (len(rows.seqs), rows.new, head_dim) or heads % kv_heads:
             return None
-        if q.dtype is not dtype or q.device != device:
+        if q.dtype is not dtype or q.device != device or q.requires_grad:
             return None
         packed = rows.pack(q)
         return rows.unpack(step.read(self.index, packed, scale=scale, softcap=softcap, sinks=sinks))

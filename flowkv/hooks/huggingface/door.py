@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from flowkv.cache.kv import KV, bind, drop_unproven, follow, forget_name, warn
 from flowkv.cache.sequence import Sequence
@@ -29,7 +30,7 @@ from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, con
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, usual
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.press import Press, Pressing
-from flowkv.hooks.huggingface.probe import Alike, probe, rows_alike, settle
+from flowkv.hooks.huggingface.probe import Alike, odd_type, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
     NOTHING,
     AdmittedRows,
@@ -51,7 +52,7 @@ from flowkv.hooks.huggingface.rows import (
 )
 from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
-from flowkv.naming.identity import Identity, Proof, drawn, modes
+from flowkv.naming.identity import Identity, Proof, drawn, modes, transformed
 from flowkv.policy.sparsify import Sparsifier
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "_prefill", "forward")
@@ -69,6 +70,7 @@ _PATIENCE_S = 10.0
 """Longest time for which closing and detaching wait for forwards of other threads."""
 _MIXED = "the rows of a batch depend on each other"
 COMPILED = "compiles it whole, and a compiled forward calls no hooks"
+_GRADIENTS = "gradients are wanted; call it under torch.no_grad()"
 _PADDING = "its mask is more than left padding"
 _LONG = Salt(0, digest_of("encoded as a long text"))
 """Salt of texts in which every token is encoded otherwise than in a short one."""
@@ -94,7 +96,7 @@ class ForwardHook:
     __slots__ = tuple(  # see `Rows`
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
         _call graphs _answers
-        _attends _reads _verdicts _alike _caches _inside _leaving _problem _names_used
+        _attends _reads _verdicts _alike _types _caches _inside _leaving _problem _names_used
         _doubted _handles _naming __weakref__""".split()
     )
 
@@ -119,6 +121,7 @@ class ForwardHook:
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
         self._alike = dict[tuple[bytes, int], Alike]()
+        self._types = dict[tuple[Any, ...], str]()
         self._caches: weakref.WeakSet[PagedCache] = weakref.WeakSet()
         self._inside: set[tuple[int, int]] = set()
         self._leaving, self._problem = False, ""
@@ -353,10 +356,11 @@ class ForwardHook:
         if isinstance(cache, PagedCache) and cache.stays():
             door: ForwardHook = cache.door or self
             wants_grad = torch.is_grad_enabled() and _wants_grad(door, model, given)
-            if door._model() is not model or wants_grad:
-                cache.give_up(private=True)  # from here the model needs tensors of its own
+            if door._model() is not model or wants_grad or transformed():
+                with temporarily_clear_interpreter_stack():  # of transforms
+                    cache.give_up(private=True)  # from here the model needs tensors of its own
                 if door.model is model:
-                    self._refuse("gradients are wanted; call it under torch.no_grad()")
+                    self._refuse(transformed() or _GRADIENTS)
                 return None
             return (), door.go_on(cache, given, training=training)
         if self.kv.inherited:
@@ -424,7 +428,9 @@ class ForwardHook:
         if problem:
             return problem
         if torch.is_grad_enabled() and _wants_grad(self, module, given):
-            return "gradients are wanted; call it under torch.no_grad()"
+            return _GRADIENTS
+        if problem := transformed():
+            return problem
         if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
             return "it runs under autocast"
         whole = given[self.names.cache]
@@ -553,6 +559,8 @@ class ForwardHook:
             return "its RoPE frequencies differ from those of a fresh model"
         if self.identity.compiled:
             return "parts of the model are compiled"
+        if self.identity.suspect and torch.is_grad_enabled():
+            return _GRADIENTS  # it may have got parameters of foreign code just now
         if problem := call.problem or modes() or self._apart(call, pads):
             return problem
         assert pads is not None
@@ -576,6 +584,8 @@ class ForwardHook:
             return BY_COLUMN
         if call.modal and self._crosses:
             return "layers of their own read its images"
+        if problem := self._odd_types(call):
+            return problem
         return _MIXED if self.alike_rows(call.rows) == "mixed" else ""
 
     def _blended(
@@ -724,6 +734,21 @@ class ForwardHook:
             self._alike[key] = tried
         return self._alike[key]
 
+    def _odd_types(self, call: ForwardCall) -> str:
+        """Return why pages cannot be shared by the types of their tokens; "" if they can.
+
+        Tokens of one image see later ones in some models, which `Fill` knows: those of all may not.
+        """
+        for name, types in call.types.items():
+            for kind in types.unique().tolist():
+                key = self.kv.namespace, name, kind, bool(kind and call.modal)
+                if key not in self._types:
+                    with self.aside():
+                        self._types[key] = odd_type(self.model, self.names, *key[1:3], apart=key[3])
+                if problem := self._types[key]:
+                    return problem
+        return ""
+
     def _divides(self, call: ForwardCall) -> bool:
         """Return whether rows and spans of tokens of a call can be computed by themselves."""
         plain = all(isinstance(v, (bool, int, float, str)) for v in call.condition.values())
@@ -838,6 +863,7 @@ class ForwardHook:
             training
             or not steady
             or call.wants_weights  # some models compute otherwise then
+            or bool(self._odd_types(call))
             or not (call.form or filled or call.continues)
             or (call.positions is None and call.unplaced and rows.base and not whole)
             or not (

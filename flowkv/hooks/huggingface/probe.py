@@ -368,6 +368,31 @@ def rows_alike(model: Any, names: Names, rows: int) -> Alike:
     return "by place" if far(alike) or far(alone) else "alike"
 
 
+def odd_type(model: Any, names: Names, name: str, kind: int, *, apart: bool) -> str:
+    """Return why pages of tokens of a type cannot be shared, by a trial; "" if they can.
+
+    Args:
+        model: The model.
+        names: The names of its arguments.
+        name: The argument with the types.
+        kind: The type.
+        apart: Tokens of another type, 0, lie between them.
+    """
+    with suppress(Exception), quiet(model):  # a model may raise anything
+        ids = ordinary_tokens(model, names, sum(_PARTS))
+        types = torch.full_like(ids, kind)
+        if apart:
+            types[:, 1:-1] = 0
+        given: dict[str, Any] = {name: types}
+        found = _forward(model, names, ids, **given)
+        if not kind and not close(found, _forward(model, names, ids), model.dtype):
+            return f"`{name}` of 0 is not the same as none"
+        ids[:, -1] = ids[:, 0]
+        if not close(found[:, 0], _forward(model, names, ids, **given)[:, 0], model.dtype):
+            return "tokens of one type see later ones"
+    return ""
+
+
 def native_cache(model: Any) -> DynamicCache:
     """Make the cache that the model itself would make."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -379,13 +404,19 @@ def pair(names: Names, cache: Any) -> Any:
 
 
 def _forward(
-    model: Any, names: Names, ids: torch.Tensor, cache: Any = None, at: int = 0, pad: int = 0
+    model: Any,
+    names: Names,
+    ids: torch.Tensor,
+    cache: Any = None,
+    at: int = 0,
+    pad: int = 0,
+    **given: Any,
 ) -> torch.Tensor:
     """Return the model's float32 logits, behind the `at` columns of a cache if one is given.
 
     The first `pad` columns are padding.
     """
-    given = {names.ids: ids, "use_cache": cache is not None}
+    given |= {names.ids: ids, "use_cache": cache is not None}
     if cache is not None:
         given[names.cache] = cache
     places = torch.arange(at + ids.shape[1], device=ids.device)[None]
