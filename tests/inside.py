@@ -219,7 +219,7 @@ if TYPE_CHECKING:
     from flowkv.kvt import codec as kvt_codec
     from flowkv.kvt import device as kvt_device
     from flowkv.kvt import tier as kvt_tier
-    from flowkv.kvt.basis import Basis, KeyTurn, KeyTurns, chunk_places
+    from flowkv.kvt.basis import Basis, KeyTurn, KeyTurns, chunk_places, most_basis_bytes
     from flowkv.kvt.basis import digest as basis_digest
     from flowkv.kvt.codec import PageCoder, codable, read_head
     from flowkv.kvt.device import CodedPage, DeviceDecoder, DeviceQueue
