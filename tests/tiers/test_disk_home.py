@@ -206,8 +206,8 @@ class Forgetful(Solid):
     def sync(self, fd: int) -> None:
         before, self.before = self.before, []
         if self.failing:
-            for fd, offset, data in reversed(before):
-                os.pwrite(fd, data, offset)
+            for where, offset, data in reversed(before):
+                os.pwrite(where, data, offset)
             self.failing = False
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
