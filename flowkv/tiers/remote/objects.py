@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeAlias, Unpack
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import xxhash
@@ -29,7 +30,7 @@ from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import UNBOUNDED, FrameInfo
 from flowkv.tiers.frame import BadFrame, count_stripes
-from flowkv.tiers.remote.backend import NAME, Listed, RemoteOptions, shown
+from flowkv.tiers.remote.backend import NAME, Listed, RemoteOptions, shown, sweep
 from flowkv.tiers.remote.tier import MOST_KNOWN, Fact, RemoteTier
 
 # Catalogs: small objects that list frames, so that opening need not read every header.
@@ -133,6 +134,7 @@ LIST_PAGE, MOST_NAMES = 1000, 1 << 24
 MOST_READ = 1 << 12
 """Most catalogs that one look reads; the next look reads earlier ones."""
 _CLIENT = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
+_UNFINISHED = re.compile(NAME.pattern + r"#\d+")
 _NO_RANGES = re.compile("NotPartial")  # the server answers a range with 200 instead of 206
 _BEYOND = re.compile("StartTooLarge|status code: 416")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -208,6 +210,15 @@ class ObjectBackend:
     def list(self, timeout_s: float) -> Iterator[Listed]:
         """Yield all frames in the store."""
         return (found for found in self.names(FRAMES, timeout_s) if NAME.fullmatch(found.name))
+
+    def sweep(self) -> None:
+        """Remove what obstore left of unfinished objects of a directory.
+
+        Raises:
+            OSError: Some may still be there.
+        """
+        if self._uri.startswith("file:"):
+            sweep(f"{unquote(urlsplit(self._uri).path)}/{FRAMES}", _UNFINISHED)
 
     def close(self) -> None:
         """Drop the clients; their connections end with them."""

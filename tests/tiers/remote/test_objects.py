@@ -328,6 +328,19 @@ def test_one_look_reads_so_many_catalogs(tmp_path: Path, monkeypatch: pytest.Mon
     tier.close()
 
 
+@pytest.mark.parametrize("erased", [[0], []])
+def test_an_erasure_finds_what_a_killed_process_left(tmp_path: Path, erased: list[int]) -> None:
+    """A directory's objects are written under other names first, which no listing has."""
+    tier = ObjectTier(tmp_path.as_uri())
+    stored(tier, [0])
+    left = tmp_path / objects.FRAMES / f"{key_of(1).hex()}#1"
+    left.write_bytes(b"of a prompt")
+    assert not any(found.name.startswith(key_of(1).hex()) for found in tier.backend.list(1.0))
+    assert tier.erase([key_of(n) for n in erased]) == len(erased)
+    assert not left.exists() and hits(tier, [0]) == 1 - len(erased)
+    tier.close()
+
+
 def test_many_catalogs_are_merged(tmp_path: Path) -> None:
     uri = tmp_path.as_uri()
     for number in range(MOST_CATALOGS + 1):
