@@ -302,7 +302,10 @@ class ObjectBackend:
             limit_s = None if self._local else timeout_s  # pages without names may go on for ever
 
             async def following() -> Any:
-                return await asyncio.wait_for(anext(pages, None), limit_s)
+                try:
+                    return await asyncio.wait_for(anext(pages, None), limit_s)
+                except TimeoutError:
+                    raise TimeoutError(f"no names of {folder} came within {limit_s:g} s") from None
 
             for _ in range(-(-MOST_NAMES // LIST_PAGE)):
                 if not (page := asyncio.run(following())):
