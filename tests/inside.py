@@ -219,7 +219,7 @@ if TYPE_CHECKING:
     from flowkv.kvt import codec as kvt_codec
     from flowkv.kvt import device as kvt_device
     from flowkv.kvt import tier as kvt_tier
-    from flowkv.kvt.basis import Basis, KeyTurn, KeyTurns, chunk_places
+    from flowkv.kvt.basis import Basis, KeyTurn, KeyTurns, chunk_places, most_basis_bytes
     from flowkv.kvt.basis import digest as basis_digest
     from flowkv.kvt.codec import PageCoder, codable, read_head
     from flowkv.kvt.device import CodedPage, DeviceDecoder, DeviceQueue
@@ -551,6 +551,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.io.uring import UringEngine
     from flowkv.tiers.lossless import AGAIN, SAMPLES, Lossless, unpack_stripe
     from flowkv.tiers.remote import mooncake, objects
+    from flowkv.tiers.remote import redis as redis_tier
     from flowkv.tiers.remote.backend import Listed
     from flowkv.tiers.remote.erasures import AGAIN_S, MOST_ENTRIES, RemoteErasures
     from flowkv.tiers.remote.mooncake import Mooncake, MooncakeTier

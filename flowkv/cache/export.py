@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import math
 import os
-import secrets
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
@@ -23,7 +22,7 @@ from flowkv.cache.sequence import Guard
 from flowkv.cache.store import PageStore
 from flowkv.compiled import compiling
 from flowkv.core.errors import StoreError
-from flowkv.core.files import MALFORMED, open_regular, sensible
+from flowkv.core.files import MALFORMED, open_beside, open_regular, sensible
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES, ROOT
 from flowkv.tiers.base import FrameInfo, Load, Outcome
@@ -90,11 +89,9 @@ class ArchiveWriter:
 
     def __init__(self, path: str | os.PathLike[str], envelope: Envelope) -> None:
         self.path, self._envelope = Path(path), envelope
-        self._partly = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}.part")
         self.frames, self.n_bytes, self._entries = 0, 0, list[_Entry]()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with self._named():
-            self._file: BinaryIO = os.fdopen(os.open(self._partly, flags, 0o600), "wb")
+            self._partly, self._file = open_beside(self.path, 0o600)
             self._write(MAGIC + VERSION.to_bytes(4, "little"))
 
     def append(self, key: bytes, info: FrameInfo, body: memoryview | bytes) -> None:
@@ -145,8 +142,8 @@ class ArchiveWriter:
             yield
         except OSError as error:
             with contextlib.suppress(OSError, AttributeError):
+                self._partly.unlink(missing_ok=True)
                 self._file.close()
-            self._partly.unlink(missing_ok=True)
             raise StoreError(
                 f"{self.path} cannot be written ({error.strerror})", _TARGET
             ) from error

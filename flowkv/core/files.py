@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 import struct
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +21,8 @@ _locking: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.Weak
 
 MALFORMED = (ValueError, RecursionError, OverflowError)
 """Errors of parsers of JSON, TOML and msgpack for malformed or too deeply nested bytes."""
+
+_YOUNG_S = 60.0
 
 MOST_DIMENSIONS = 64
 """Most dimensions of a tensor, as in torch; the product of more takes long."""
@@ -97,6 +101,27 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     return os.fdopen(open_descriptor(path), "rb")
 
 
+def open_beside(path: Path, mode: int = 0o666) -> tuple[Path, BinaryIO]:
+    """Open a new file that will replace another one; remove those of writers that were killed.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    own = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.part")
+    for name in filter(own.fullmatch, os.listdir(path.parent)):
+        with suppress(OSError):
+            left = path.with_name(name)
+            with os.fdopen(open_descriptor(left, os.O_WRONLY, follow=False), "wb") as file:
+                young = time.time() - left.stat().st_mtime < _YOUNG_S  # perhaps not locked yet
+                if not young and lock_byte(file.fileno(), 0, fcntl.F_WRLCK):
+                    left.unlink()
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.fdopen(os.open(temporary, flags, mode), "wb")
+    lock_byte(file.fileno(), 0, fcntl.F_WRLCK)
+    return temporary, file
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a file that appears whole or not at all, in place of an old one.
@@ -104,9 +129,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: It cannot be written; the old one, if there was one, is still there.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    temporary, file = open_beside(path)
     try:
-        with temporary.open("xb") as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())

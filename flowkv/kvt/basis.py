@@ -9,6 +9,7 @@ rotated onto their principal axes: an equal step on every axis then is an equal 
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -440,6 +441,17 @@ class Basis:
         shares = np.frombuffer(stored.frequencies, np.uint16).reshape(CLASSES, SYMBOLS).copy()
         tables, rotation = SymbolTables(shares), KeyTurns(turns, stored.turn_of)
         return cls(stored.layout, stored.step, rotation, chunks, tables, stored.measured)
+
+
+def most_basis_bytes(layout: PageLayout) -> int:
+    """Return an upper bound of the bytes of a basis of such pages."""
+    total = 1 << 16  # tables, names, what was measured
+    total += layout.layers * (8 * layout.head_dim + 64)  # rotations
+    for place in chunk_places(layout):
+        shape = shape_of(place, layout)
+        n = math.prod(shape)
+        total += n * (4 * n + 4 * shape[2] + 16) + 256
+    return total
 
 
 def shape_of(place: ChunkPlace, layout: PageLayout) -> tuple[int, int, int]:

@@ -35,7 +35,7 @@ from flowkv.core.digest import digests
 from flowkv.core.errors import StateError
 from flowkv.core.geometry import COLD, Geometry, PageLayout, page_layout
 from flowkv.core.memory import address_of
-from flowkv.kvt.basis import digest
+from flowkv.kvt.basis import digest, most_basis_bytes
 from flowkv.kvt.codec import PageCoder, codable, coded_fingerprint, read_head
 from flowkv.kvt.device import DEVICES, CodedPage, DeviceDecoder, DeviceQueue
 from flowkv.tiers.base import (
@@ -450,8 +450,10 @@ class CodecTier(OverTier):
         self, name: bytes, n_bytes: int, layout: PageLayout, end_ns: int = 0
     ) -> tuple[PageCoder | None, bool]:
         """Return the coder of a basis, read from the inner tier by a time, and if it is gone."""
-        if (known := self.bases.coder(name)) or self.bases.given or not 0 < n_bytes < 1 << 32:
-            return known, known is None and self.bases.given
+        if (known := self.bases.coder(name)) is not None:
+            return known, False
+        if self.bases.given or not 0 < n_bytes <= most_basis_bytes(layout):
+            return None, True
         with self._reading:
             if (known := self.bases.coder(name)) is not None:
                 return known, False

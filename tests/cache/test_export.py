@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import struct
 import subprocess
@@ -59,6 +60,21 @@ def test_what_was_exported_is_known_elsewhere(tmp_path: Path) -> None:
     assert other.load(tmp_path / "warm.kv") == (6, 0, 0, 0, 0)
     assert other.load(tmp_path / "warm.kv") == (0, 6, 0, 0, 0)
     assert reused(other, P) == 24 and reused(other, Q) == 0
+
+
+def test_what_killed_exports_left_goes_with_the_next(tmp_path: Path) -> None:
+    left, young = (tmp_path / f".warm.kv.{16 * x}.part" for x in "01")
+    other = tmp_path / f".other.kv.{16 * '0'}.part"
+    for path in (left, young, other):
+        path.write_bytes(b"of a prompt")
+    kv = make_kv()
+    published(kv, P)
+    with ArchiveWriter(tmp_path / "warm.kv", Envelope()) as live:
+        for path in (left, other, live._partly):
+            os.utime(path, (1e9, 1e9))
+        kv.export(tmp_path / "warm.kv")
+        assert set(tmp_path.glob(".*")) == {young, other, live._partly}
+    assert make_kv().load(tmp_path / "warm.kv").frames == 0, "the last one that ended"
 
 
 @pytest.mark.parametrize("held", [False, True])

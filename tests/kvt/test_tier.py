@@ -41,6 +41,7 @@ from tests.inside import (
     kvt_codec,
     kvt_tier,
     listed,
+    most_basis_bytes,
     read_head,
 )
 from tests.kvt.pages import SIZE, Source, group, layout, learner, page
@@ -330,6 +331,15 @@ def test_a_basis_in_the_name_of_another_is_refused(tmp_path: Path) -> None:
     assert not again.bases.current
     assert load(again, 0)[0].outcome is Outcome.MISS
     again.close()
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1 << 31])
+def test_a_basis_of_no_basis_length_is_not_read(disk: CodecTier, n_bytes: int) -> None:
+    """A page names the length of its basis: memory is taken for no more than there can be."""
+    disk._get = lambda *_: pytest.fail("it was read")  # type: ignore[method-assign]
+    assert disk._coder(bytes(16), n_bytes, LAYOUT) == (None, True)
+    longest = len(learner(SOURCE).coder(1e-9, {"bits": 2.0}).data)  # all axes as floats
+    assert len(BASIS) < longest <= most_basis_bytes(LAYOUT) < longest + (1 << 17)
 
 
 def test_what_is_no_page_of_the_group_passes_through(disk: CodecTier) -> None:

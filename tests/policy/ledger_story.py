@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from hypothesis import strategies as st
@@ -148,13 +148,17 @@ class LedgerModel:
 
     # ---- what is always true
 
-    def audit(self, ledger: Ledger, leaf_first: bool) -> None:
+    def audit(self, ledger: Ledger, leaf_first: bool, quotas: Mapping[int, Quota]) -> None:
         """Room, residence, chains, ghosts."""
         for k, place in enumerate(self.here):
-            used = sum(self.bytes[key] for key in place)
-            pinned = sum(self.bytes[key] for key in place if self.pins[key] > 0)
-            require(ledger.used_bytes(k) == used, "bytes in use were counted wrongly")
-            require(used <= max(self.capacities[k], pinned), "more than the place holds")
+            used, pinned = Counter[int](), Counter[int]()
+            for key in place:
+                used[key[0]] += self.bytes[key]
+                pinned[key[0]] += self.bytes[key] * (self.pins[key] > 0)
+            stays = [max(pinned[t], min(used[t], quotas[t].reserve_bytes)) for t in quotas]
+            least = sum(stays) if quotas else pinned.total()
+            require(ledger.used_bytes(k) == used.total(), "bytes in use were counted wrongly")
+            require(used.total() <= max(self.capacities[k], least), "more than the place holds")
             believed = set(ledger.policy(k).resident())
             require(believed == {self.slots[key] for key in place}, "a policy lost count")
             for namespace, generation, tokens in place if leaf_first else ():
@@ -359,7 +363,7 @@ class LedgerStory(RuleBasedStateMachine):
     def is_whole(self) -> None:
         """Room, residence, chains, ghosts, digests."""
         for ledger in (self.raw, self.twin, self.quiet):
-            self.model.audit(ledger, self.leaf_first)
+            self.model.audit(ledger, self.leaf_first, self.quotas or {})
         digest = self.raw.digest()
         require(digest == self.twin.digest(), "equal stories must give equal digests")
         require(digest == self.quiet.digest(), "a question changed a decision")

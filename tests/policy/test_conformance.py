@@ -158,6 +158,21 @@ def test_reserves_hold():
     tell_machine(Quotas, 25, 40, shrink=True)
 
 
+def test_pins_and_reserves_together_may_exceed_a_place_that_shrinks():
+    story = Quotas()
+    story.begin_life(start=0, capacities=[9])
+    story.begin(dt=0, request=0, namespace=0, tokens=(0,), said=(0, 1, 0))
+    story.invalidate(dt=0, namespace=0)
+    story.begin(dt=0, request=1, namespace=0, tokens=(0,) * 6, said=(0, 1, 0))
+    story.serve(dt=0, namespace=1, tokens=(0, 0), said=(0, 1, 0), stop=0)
+    story.resize(dt=0, place=0, capacity=8)
+    story.is_whole()
+    assert story.raw.used_bytes(0) == 9
+    story.end(dt=0, request=1, stop=0, done=True)
+    story.is_whole()
+    assert story.raw.used_bytes(0) == 8
+
+
 @pytest.mark.deep
 def test_reserves_hold_in_long_stories():
     tell_machine(Quotas, 500, 80, shrink=True)

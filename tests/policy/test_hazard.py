@@ -257,6 +257,17 @@ def test_a_chain_closes_up_over_a_block_that_is_forgotten():
     assert policy.priority(0) == policy.priority(2) < fresh
 
 
+def test_a_leaf_ages_beside_a_block_of_its_chain_that_came_back_elsewhere():
+    policy = HazardIndex()
+    policy.insert(0, ids(0), ids(-1))
+    policy.insert(0, ids(1, 2, 3), ids(-1, 1, 2))
+    assert policy.evict(0, 1, [0]).tolist() == [3]
+    policy.insert(0, ids(3), ids(0))
+    fresh = policy.priority(2)
+    policy.expired(7 * S)
+    assert policy.priority(2) < fresh
+
+
 # ---- carrying it over
 
 

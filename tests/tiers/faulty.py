@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from tests.inside import Buffer, FileIO
 
@@ -66,6 +67,22 @@ class FaultyFiles(FileIO):
     def replace(self, source: str, target: str, *, durable: bool = True) -> None:
         self._due("replace")
         super().replace(source, target, durable=durable)
+
+
+class NeverFiles(FileIO):
+    """Fails every operation from the one of a number on, but those that only close or compare."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.left = code, 1 << 40
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name in ("code", "left", "close", "unlock", "same") or name.startswith("_"):
+            return found
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(self.code, os.strerror(self.code))
+        return found
 
 
 class Solid(FileIO):

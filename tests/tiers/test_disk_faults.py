@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import random
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,7 @@ from flowkv.tiers.disk import DiskTier
 from tests.inside import RECORD_BYTES, RECORDS, Arena, StoreError
 
 from .crashing import MemoryFiles
-from .faulty import CHANGES, FastFiles, FaultyFiles
+from .faulty import CHANGES, FastFiles, FaultyFiles, NeverFiles
 from .files_engine import tier_over
 from .frames import LAYOUT, body_of, get, hits, info_of, key_of, put, stored
 
@@ -99,6 +103,34 @@ def test_F5_any_operation_may_fail(tmp_path: Path, mode: str, durability: str) -
     assert seen[""]
     if mode != "short":
         assert seen["open"] and (seen["ENOSPC"] or seen["EIO"])
+
+
+CALLS: list[Callable[[DiskTier], object]] = [
+    lambda tier: put(tier, ["new"]),
+    lambda tier: get(tier, [0, 1]),
+    lambda tier: tier.delete([key_of(0)]),
+    lambda tier: tier.erase([key_of(0)]),
+    lambda tier: tier.survey(),
+    lambda tier: list(tier.scan()),
+    lambda tier: tier.bind(bytes(32), "model"),
+    lambda tier: tier.cede(0.1),
+    lambda tier: tier.close(),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)))
+def test_F5_no_error_of_the_system_leaves_a_call(tmp_path: Path, number: int) -> None:
+    for at in itertools.count():
+        files = NeverFiles(errno.EMFILE)
+        tier = tier_over(files, tmp_path / str(at), SMALL, threads=0)
+        stored(tier, range(3))
+        files.left = at
+        with contextlib.suppress(StoreError):
+            CALLS[number](tier)
+        harmless, files.left = files.left > 0, 1 << 40
+        tier.close()
+        if harmless:
+            return
 
 
 def test_F5_a_disk_that_stays_full(tmp_path: Path) -> None:

@@ -192,6 +192,44 @@ def test_an_erasure_that_fails_says_so(tmp_path: Path) -> None:
     tier.close()
 
 
+class Forgetful(Solid):
+    """A device that loses what was written since the last sync, when one fails: said only once."""
+
+    def __init__(self) -> None:
+        self.failing, self.before = False, list[tuple[int, int, bytes]]()
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:  # type: ignore[override]
+        done = sum(len(memoryview(one).cast("B")) for one in buffers)
+        self.before.append((fd, offset, os.pread(fd, done, offset)))
+        return super().write(fd, buffers, offset)
+
+    def sync(self, fd: int) -> None:
+        before, self.before = self.before, []
+        if self.failing:
+            for where, offset, data in reversed(before):
+                os.pwrite(where, data, offset)
+            self.failing = False
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_an_erasure_whose_sync_failed_writes_all_of_it_again(tmp_path: Path) -> None:
+    """A file's next sync succeeds: the kernel takes what it could not write as written."""
+    files = Forgetful()
+    tier = tier_over(files, tmp_path, MIB)
+    stored(tier, ["bad", "a"])
+    (held,) = [held for key, held in tier._store.entries() if key == key_of("bad")]
+    with (tmp_path / "slab-00000003").open("r+b") as file:
+        file.seek(held.slot.offset)
+        file.write(b"x")
+    assert outcomes(get(tier, ["bad"])) == [("miss", "foreign")]  # it is quarantined
+    files.before, files.failing = [], True
+    with pytest.raises(StoreError, match="erase again"):
+        tier.erase([key_of("a")])
+    assert tier.erase([]) == 0
+    assert not anywhere(tmp_path, "a") and not anywhere(tmp_path, "bad")
+    tier.close()
+
+
 def test_what_is_aside_cannot_be_erased(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, MIB)
     stored(tier, ["a"])

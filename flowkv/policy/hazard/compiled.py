@@ -535,7 +535,7 @@ def rekey_tip(order: tuple[Array, ...], learner: tuple[Array, ...], t: int, now:
             if nodes[s].kids == 0:
                 rekey(order, learner, s, now)
             p = nodes[s].parent
-            if p >= 0 and nodes[p].birth == nodes[s].bond:
+            if p >= 0 and nodes[p].birth == nodes[s].bond and p == own[s].up:
                 break
         up = own[s].up
         if up >= 0 and own[up].at >= own[s].at:

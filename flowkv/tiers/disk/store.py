@@ -452,12 +452,13 @@ class Slabs:
                 else:
                     wipe(self._files, slab.fd, first * size, count * size)
         self._named.clear()
-        for slot in list(self._damaged):
+        damaged = list(self._damaged)
+        for slot in damaged:
             wipe(self._files, self.fd(slot), slot.offset, slot.n_bytes)
-            self._damaged.discard(slot)
         # also files that were only cut short when they were opened
         for slab in self._slabs.values():
             self._files.sync(slab.fd)
+        self._damaged.difference_update(damaged)  # a sync that failed may have lost the zeros
 
     def close(self) -> None:
         """Close all slab files."""

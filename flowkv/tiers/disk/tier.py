@@ -1287,6 +1287,7 @@ class DiskTier:
             while not self._threads and self._store.doomed and self._conductor.step(0.0):
                 pass  # no thread ends the loads that are under way
             self._store.wipe(ERASE_S if self._threads else 0.0)
+            aside = self._store.aside()
         except Refused as error:
             raise StoreError(
                 f"{self.name} forgot the frames, but some are being read right now",
@@ -1297,7 +1298,7 @@ class DiskTier:
                 f"{self.name} could not clear the slot of a frame ({error.strerror})",
                 "Check the disk and erase again, or delete the directory",
             ) from error
-        if aside := self._store.aside():
+        if aside:
             raise StoreError(
                 f"{self.name} erased its frames, but {aside[0]} holds a store of another format",
                 "Delete that directory",

@@ -518,10 +518,9 @@ class FileIO:
     def same(self, fd: int, path: str) -> bool:
         """Return whether a path leads to an open file."""
         try:
-            there = os.stat(path, follow_symlinks=False)
+            there, mine = os.stat(path, follow_symlinks=False), os.fstat(fd)
         except OSError:
             return False
-        mine = os.fstat(fd)
         return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
     def lock(self, path: str, *, patient: bool = True) -> int:

@@ -7,8 +7,11 @@ tier abandons a call that takes longer, and does not reuse its memory until it r
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypedDict
 
 from flowkv.core.clock import Clock
@@ -37,6 +40,9 @@ class Listed(NamedTuple):
 
 class Backend(Protocol):
     """Engine as a store of named byte strings.
+
+    One that writes files under another name first has `sweep()` as well, which removes what is left
+    of those, of any age: an erasure calls it, and a store under way may fail by it.
 
     Every failure is an `OSError`: `TimeoutError` after the time limit, `PermissionError` if the
     engine refuses and will refuse again (never retried), one with `errno.ENOSPC` if it is full,
@@ -126,6 +132,19 @@ class RemoteOptions(TypedDict, total=False):
     envelope: Envelope | None
     clock: Clock | None
     limits: RemoteLimits | None
+
+
+def sweep(folder: str | Path, unfinished: re.Pattern[str]) -> None:
+    """Remove the files of a folder whose names match.
+
+    Raises:
+        OSError: Some may still be there.
+    """
+    with suppress(FileNotFoundError):
+        for entry in os.scandir(folder):
+            if unfinished.fullmatch(entry.name):
+                with suppress(FileNotFoundError):
+                    os.unlink(entry)
 
 
 def prefix_of(options: dict[str, str]) -> str:

@@ -11,6 +11,7 @@ that the tier never reuses memory that bytes still move in (DESIGN D10).
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import threading
 import time
@@ -24,7 +25,7 @@ import numpy as np
 from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.tiers.base import UNBOUNDED
-from flowkv.tiers.remote.backend import NAME, Listed, RemoteLimits, RemoteOptions
+from flowkv.tiers.remote.backend import NAME, Listed, RemoteLimits, RemoteOptions, sweep
 from flowkv.tiers.remote.tier import RemoteTier
 
 try:
@@ -33,6 +34,7 @@ except ImportError:
     raise MissingDependencyError("a tier that NIXL moves", "nixl") from None
 
 LIMITS = RemoteLimits(threads=4, spares=4)
+_UNFINISHED = re.compile(rf"\.{NAME.pattern}\.[0-9a-f]+")
 _FIRST_S, _LONGEST_S = 20e-6, 1e-3  # the library has no wait for completion: it is polled
 
 
@@ -129,6 +131,14 @@ class Nixl:
                     with suppress(FileNotFoundError):
                         told = entry.stat(follow_symlinks=False)
                         yield Listed(entry.name, told.st_size, told.st_mtime_ns)
+
+    def sweep(self) -> None:
+        """Remove what is left of files whose writing did not end.
+
+        Raises:
+            OSError: Some may still be there.
+        """
+        sweep(self._directory, _UNFINISHED)
 
     def close(self) -> None:
         """Release the agent and its plug-in."""

@@ -17,7 +17,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import islice
 from typing import Any, TypeAlias, Unpack
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import xxhash
@@ -28,8 +30,8 @@ from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import UNBOUNDED, FrameInfo
 from flowkv.tiers.frame import BadFrame, count_stripes
-from flowkv.tiers.remote.backend import NAME, Listed, RemoteOptions, shown
-from flowkv.tiers.remote.tier import Fact, RemoteTier
+from flowkv.tiers.remote.backend import NAME, Listed, RemoteOptions, shown, sweep
+from flowkv.tiers.remote.tier import MOST_KNOWN, Fact, RemoteTier
 
 # Catalogs: small objects that list frames, so that opening need not read every header.
 #
@@ -127,8 +129,12 @@ PART_BYTES, SPLIT_BYTES = 8 << 20, 16 << 20
 
 MOST_HEADS = 64
 STREAM_BYTES = 256 << 10
-LIST_PAGE = 1000
+LIST_PAGE, MOST_NAMES = 1000, 1 << 24
+"""Names per request of a listing, and in all: beyond that its continuation has no end."""
+MOST_READ = 1 << 12
+"""Most catalogs that one look reads; the next look reads earlier ones."""
 _CLIENT = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
+_UNFINISHED = re.compile(NAME.pattern + r"#\d+")
 _NO_RANGES = re.compile("NotPartial")  # the server answers a range with 200 instead of 206
 _BEYOND = re.compile("StartTooLarge|status code: 416")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -191,8 +197,10 @@ class ObjectBackend:
 
     def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
         """Return which objects are there: one request per name, or a listing for many names."""
-        many, store = len(names) > MOST_HEADS, self._store(timeout_s)
-        there = {found.name for found in self.list(timeout_s)} if many else set[str]()
+        many, store, there = len(names) > MOST_HEADS, self._store(timeout_s), set[str]()
+        if many:
+            wanted = set(names)
+            there.update(found.name for found in self.list(timeout_s) if found.name in wanted)
         for name in () if many else names:
             with contextlib.suppress(FileNotFoundError), self._translating():
                 self._obs.head(store, f"{FRAMES}/{name}")
@@ -202,6 +210,15 @@ class ObjectBackend:
     def list(self, timeout_s: float) -> Iterator[Listed]:
         """Yield all frames in the store."""
         return (found for found in self.names(FRAMES, timeout_s) if NAME.fullmatch(found.name))
+
+    def sweep(self) -> None:
+        """Remove what obstore left of unfinished objects of a directory.
+
+        Raises:
+            OSError: Some may still be there.
+        """
+        if self._uri.startswith("file:"):
+            sweep(f"{unquote(urlsplit(self._uri).path)}/{FRAMES}", _UNFINISHED)
 
     def close(self) -> None:
         """Drop the clients; their connections end with them."""
@@ -245,19 +262,20 @@ class ObjectBackend:
         return parts
 
     def _read_ranges(self, store: Any, path: str, offset: int, size: int) -> Parts:
-        end = offset + size
+        end = offset + size  # streams, as `get_range` takes in all of a body, which may be endless
         if size < SPLIT_BYTES:
-            return [memoryview(self._obs.get_range(store, path, start=offset, end=end))]
+            found = self._obs.get(store, path, options={"range": (offset, end)})
+            return [memoryview(next(iter(found.stream(size)), b""))[:size]]
 
-        async def fetch() -> list[Any]:  # get_range would not run in parallel
-            spans = ((at, min(at + PART_BYTES, end)) for at in range(offset, end, PART_BYTES))
-            wanted = (
-                self._obs.get_range_async(store, path, start=start, end=stop)
-                for start, stop in spans
-            )
-            return await asyncio.gather(*wanted)
+        async def part(start: int, stop: int) -> memoryview:
+            found = await self._obs.get_async(store, path, options={"range": (start, stop)})
+            return memoryview(await anext(found.stream(stop - start), b""))[: stop - start]
 
-        return [memoryview(part) for part in asyncio.run(fetch())]
+        async def fetch() -> Parts:  # in parallel
+            starts = range(offset, end, PART_BYTES)
+            return await asyncio.gather(*(part(at, min(at + PART_BYTES, end)) for at in starts))
+
+        return asyncio.run(fetch())
 
     def write(self, path: str, data: memoryview, timeout_s: float) -> None:
         """Write an object of any folder."""
@@ -280,11 +298,23 @@ class ObjectBackend:
     def names(self, folder: str, timeout_s: float) -> Iterator[Listed]:
         """Yield names and lengths of a folder's objects, a thousand per request."""
         with self._translating(final=True):
-            for page in self._obs.list(self._store(timeout_s), folder, chunk_size=LIST_PAGE):
+            pages = self._obs.list(self._store(timeout_s), folder, chunk_size=LIST_PAGE)
+            limit_s = None if self._local else timeout_s  # pages without names may go on for ever
+
+            async def following() -> Any:
+                try:
+                    return await asyncio.wait_for(anext(pages, None), limit_s)
+                except TimeoutError:
+                    raise TimeoutError(f"no names of {folder} came within {limit_s:g} s") from None
+
+            for _ in range(-(-MOST_NAMES // LIST_PAGE)):
+                if not (page := asyncio.run(following())):
+                    return
                 for meta in page:
                     name = meta["path"].rpartition("/")[2]
                     stored_ns = round(meta["last_modified"].timestamp() * 1e9)
                     yield Listed(name, meta["size"], stored_ns)
+        raise ConnectionError(errno.EIO, f"the listing of {folder} does not end")
 
     def _store(self, timeout_s: float) -> Any:
         rung_s = next((rung for rung in RUNGS_S if rung >= timeout_s), RUNGS_S[-1])
@@ -429,12 +459,12 @@ class ObjectTier(RemoteTier):
 
     def _news(self) -> Iterator[tuple[bytes, Fact]]:
         """Yield the frames of catalogs that were not read yet."""
-        listed = sorted(self.backend.names(INDEX, self.limits.call_s))  # names begin with a time
-        for name, n_bytes, _ in listed:
-            if name not in self._seen and n_bytes <= MOST_BYTES:
-                parts = self.backend.read(f"{INDEX}/{name}", 0, n_bytes, self.limits.call_s)
-                self._seen.add(name)
-                yield from decode_catalog(b"".join(parts or []))  # the catalog may be gone
+        listed = islice(self.backend.names(INDEX, self.limits.call_s), MOST_KNOWN)
+        unread = {one.name: one.n_bytes for one in listed if 0 < one.n_bytes <= MOST_BYTES}
+        for name in sorted(unread.keys() - self._seen)[-MOST_READ:]:  # names begin with a time
+            parts = self.backend.read(f"{INDEX}/{name}", 0, unread[name], self.limits.call_s)
+            self._seen.add(name)
+            yield from decode_catalog(b"".join(parts or []))  # the catalog may be gone
 
     def _write(self, facts: Sequence[tuple[bytes, Fact]]) -> None:
         there = [(key, fact) for key, fact in facts if self.known.get(key) is not None]

@@ -96,7 +96,8 @@ def _idle(ask: Sending, end_s: float) -> dict[str, str]:
 
 SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 CONNECT_S, CLUSTER_S = 2.0, 5.0
-READ_BYTES = 1 << 18
+READ_BYTES, MOST_BYTES = 1 << 18, 64 << 20
+"""Bytes that are received at a time, and most of the replies to requests without frames."""
 OURS = ("prefix", "cluster", "ttl_s")
 _FIXED = {"protocol": 2, "health_check_interval": 0, "decode_responses": False}
 _TRUE = ("1", "true", "yes")
@@ -106,7 +107,47 @@ _UNREADABLE = (exceptions.RedisError, ValueError, OverflowError, RecursionError)
 """Errors of redis-py for a connection that failed, or for bytes that are no reply."""
 
 
-def exchange(pool: ConnectionPool, requests: Sequence[Words], end_s: float) -> Replies:
+class _Received:
+    """Socket that receives until a time, and so many bytes: a server may trickle, or never end.
+
+    Args:
+        within: The socket.
+        end_s: The time (`time.monotonic`).
+        left_bytes: Bytes that may still come.
+    """
+
+    def __init__(self, within: Any, end_s: float, left_bytes: int) -> None:
+        self._within, self.end_s, self.left_bytes = within, end_s, left_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._within, name)
+
+    def recv(self, size: int) -> bytes:
+        """Receive some bytes.
+
+        Raises:
+            OSError: None came in time, or too many.
+        """
+        if limit_s := self._within.gettimeout():  # 0: what is there
+            if (left_s := self.end_s - time.monotonic()) <= 0:
+                raise TimeoutError("timed out")
+            self._within.settimeout(min(limit_s, left_s))
+        data: bytes = self._within.recv(size)
+        self.left_bytes -= len(data)
+        if self.left_bytes < 0:
+            raise OSError(errno.EMSGSIZE, "replies longer than any to such requests")
+        return data
+
+    def recv_into(self, buffer: Any) -> int:
+        """Receive some bytes into memory, as `recv`."""
+        data = self.recv(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def exchange(
+    pool: ConnectionPool, requests: Sequence[Words], end_s: float, most_bytes: int = MOST_BYTES
+) -> Replies:
     """Send requests over one connection, and return their replies, errors among them.
 
     The requests end with an echoed number, so that a lost, duplicate or misplaced reply is noticed
@@ -116,6 +157,7 @@ def exchange(pool: ConnectionPool, requests: Sequence[Words], end_s: float) -> R
         pool: Connections to the server.
         requests: Words of each request.
         end_s: Time limit (`time.monotonic`).
+        most_bytes: Most bytes of the replies.
 
     Raises:
         OSError: The connection failed, and is closed with the idle ones: any number of the requests
@@ -128,6 +170,7 @@ def exchange(pool: ConnectionPool, requests: Sequence[Words], end_s: float) -> R
         if left_s <= 0:
             raise exceptions.TimeoutError("no time was left")
         connection._sock.settimeout(left_s)
+        connection._sock.end_s, connection._sock.left_bytes = end_s, most_bytes
         connection.send_packed_command(connection.pack_commands([*requests, (b"ECHO", number)]))
         *replies, echo = [_read(connection) for _ in range(len(requests) + 1)]
         if echo != number:
@@ -257,7 +300,12 @@ class Nodes:
 def _pool(kind: type[Any], options: dict[str, Any]) -> ConnectionPool:
     ours = {"retry": _ONCE, "socket_connect_timeout": CONNECT_S, "socket_timeout": CLUSTER_S}
     options = options | ours | {"socket_read_size": READ_BYTES}
-    return ConnectionPool(connection_class=kind, **options)
+
+    class Limited(kind):
+        def _connect(self) -> _Received:
+            return _Received(super()._connect(), time.monotonic() + CLUSTER_S, MOST_BYTES)
+
+    return ConnectionPool(connection_class=Limited, **options)
 
 
 def split(uri: str) -> tuple[str, dict[str, str]]:
@@ -290,7 +338,8 @@ MOST_FRAME_BYTES = 512 << 20
 """Longest string of a server with its default `proto-max-bulk-len`."""
 
 _STAMP = struct.Struct(">Q")
-_SCAN_KEYS = 512
+_SCAN_KEYS, MOST_SCANS = 512, 1 << 20
+"""Keys that a server looks at in one step of a scan, and most steps."""
 
 
 class Redis:
@@ -332,7 +381,8 @@ class Redis:
         key, end_s = self._key(name), time.monotonic() + timeout_s
         start = offset + _STAMP.size
         span = b"%d" % start, b"%d" % (start + len(into) - 1)
-        reply = exchange(self._nodes.for_key(key), [(b"GETRANGE", key, *span)], end_s)[0]
+        most, pool = len(into) + READ_BYTES, self._nodes.for_key(key)
+        reply = exchange(pool, [(b"GETRANGE", key, *span)], end_s, most)[0]
         if isinstance(reply, exceptions.ResponseError) and str(reply).startswith("WRONGTYPE"):
             return None  # another program's list or set
         data = self._checked(reply)
@@ -376,13 +426,15 @@ class Redis:
             OSError: As every backend.
         """
         for pool in self._nodes.all():
-            cursor = b"0"
-            while True:
-                end_s = time.monotonic() + timeout_s
-                cursor, found = self._scan(pool, cursor, end_s)
+            cursor, before = b"0", b""
+            for _ in range(MOST_SCANS):
+                before, end_s = cursor, time.monotonic() + timeout_s
+                cursor, found = self._scan(pool, before, end_s)
                 yield from found
-                if cursor == b"0":
+                if cursor in (b"0", before):
                     break
+            if cursor != b"0":
+                raise ConnectionError(errno.EIO, "the server's list of keys does not end")
 
     def rewrite(self, timeout_s: float) -> None:
         """Make every server rewrite the files that it would restart from, and wait for that.

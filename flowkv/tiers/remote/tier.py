@@ -730,13 +730,14 @@ class RemoteTier:
         if not self._usable():
             raise StoreError(f"tier {self.name!r} is closed", "Open it again and erase then")
         self._unproven.update(keys)
-        if not (keys := [*self._unproven]):
-            return 0
+        keys = [*self._unproven]
         limit_s, known = self.limits.erase_s * (1 + len(keys) / DELETES), self.known
         strange = [key for key in keys if known.get(key) is None and not known.is_shunned(key)]
         gone = self.known.condemn(keys)
         try:
-            gone += self._aside.call(lambda: self._remove(keys, strange, limit_s), limit_s)
+            if keys:
+                gone += self._aside.call(lambda: self._remove(keys, strange, limit_s), limit_s)
+            self._sweep()
             since_ns = self._clock.now_ns() - LATE_NS
             if late := sum(self._doubtful.get(key, since_ns) > since_ns for key in keys):
                 raise OSError(f"{late} failed stores may arrive until {AGAIN_S:g} s are over")
@@ -905,6 +906,13 @@ class RemoteTier:
                 named = {key for key, _ in self.known.facts() if one.has(key)}
                 self.known.condemn(named | one.among(self._entries()))
             self._delete_condemned()
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove unfinished files, which no listing has: killed processes leave them behind."""
+        sweep: Callable[[], None] | None = getattr(self.backend, "sweep", None)
+        if sweep is not None:
+            self._aside.call(sweep, self.limits.erase_s)
 
     def _due(self) -> bool:
         """Return True every `every_s` seconds, when news of others are to be read."""

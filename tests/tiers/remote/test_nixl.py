@@ -59,6 +59,15 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
+def test_an_erasure_finds_what_a_killed_process_left(tmp_path: Path) -> None:
+    tier = open_tier("nixl", path=f"nixl://{tmp_path}")
+    stored(tier, ["one"])
+    (tmp_path / f".{A}.0123456789abcdef").write_bytes(b"of a prompt")
+    assert tier.erase([]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [key_of("one").hex()]
+    tier.close()
+
+
 def test_frames_of_another_process_are_listed(tmp_path: Path) -> None:
     tier = open_tier("nixl", path=f"nixl://{tmp_path}")
     stored(tier, ["one", "two"])

@@ -69,6 +69,32 @@ def test_ranges_of_layers_on_the_wire(
     assert sorted(span for _, span in wire.requests) == sorted(spans)
 
 
+def test_a_body_without_end(tier: ObjectTier, wire: Wire) -> None:
+    """A range is there with its last byte: what follows is neither awaited nor kept."""
+    tier.submit_store([Store(key_of(0), info_of(4096), memoryview(bytes(2 * 4096)))])
+    wait_for(lambda: bool(tier.poll(0.1)))
+    tier.known.forget_head(key_of(0))
+    wire.plan["GET"] = ["endless"] * 9
+    wish = Load(key_of(0), memoryview(bytearray(4096)), LAYOUT, 0, 0, 1)
+    assert answers(tier, tier.submit_load([wish]), 1)[0].outcome is Outcome.HIT
+    assert len(wire.plan["GET"]) == 7, "header and stripe, once each"
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_listing_without_end(
+    tier: ObjectTier, wire: Wire, empty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "MOST_NAMES", 8)
+    monkeypatch.setattr(objects, "LIST_PAGE", 1)
+    if not empty:
+        stored(tier, [0])
+    wire.plan["GET"] = ["continued"] * 500
+    error = (TimeoutError, "came within") if empty else (ConnectionError, "does not end")
+    with pytest.raises(error[0], match=error[1]):
+        list(tier.backend.names(objects.FRAMES, 0.3))
+    assert wire.plan.pop("GET")
+
+
 @pytest.mark.parametrize("fault", ["drop", "unavailable", "truncate", "slow", "duplicate"])
 def test_faults_that_time_heals(tier: ObjectTier, wire: Wire, fault: str) -> None:
     wire.plan["PUT"] = [fault]

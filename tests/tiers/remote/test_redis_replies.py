@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.inside import Redis
+from tests.inside import Redis, redis_tier
 
 from .faulty_redis import FAULTS, HUGE, Fault, FaultyRedis, bulk, duplicate, hang
 
@@ -117,6 +117,56 @@ def test_an_exchange_ends_at_its_deadline() -> None:
             fetched(redis, 0.1)
         assert time.monotonic() - begun_s < SOON_S
         server.stopping.set()
+        redis.close()
+
+
+def test_a_trickle_ends_at_the_deadline() -> None:
+    """Each byte comes in time, the reply does not."""
+    with FaultyRedis(commands=[b"GETRANGE"]) as server:
+        left = [b"$4096\r\n", *[b"x"] * 200]
+
+        def trickle(server: FaultyRedis, reply: bytes) -> bytes | None:
+            while left and not server.stopping.wait(0.01):
+                server.sending(left.pop(0))
+            return None
+
+        redis = Redis(server.uri)
+        redis.put(KEY, memoryview(BODY), SOON_S)
+        server.plan.append(trickle)
+        with pytest.raises(TimeoutError):
+            fetched(redis, 0.2)
+        assert left
+        redis.close()
+
+
+def test_a_reply_without_end_is_left() -> None:
+    with FaultyRedis(commands=[b"GETRANGE"]) as server:
+        left = [b"$%d\r\n" % HUGE, *[bytes(1 << 20)] * 64]
+
+        def pour(server: FaultyRedis, reply: bytes) -> bytes | None:
+            while left:
+                server.sending(left.pop(0))
+            return None
+
+        redis = Redis(server.uri)
+        redis.put(KEY, memoryview(BODY), SOON_S)
+        server.plan.append(pour)
+        with pytest.raises(ConnectionError, match="longer than any"):
+            fetched(redis)
+        assert left
+        redis.close()
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_scan_without_end(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_tier, "MOST_SCANS", 20)
+    with FaultyRedis(commands=[b"SCAN"]) as server:
+        redis = Redis(server.uri)
+        cursors = [bulk(b"%d" % (7 + step * number)) for number in range(30)]
+        server.plan += [saying(b"*2\r\n" + cursor + b"*0\r\n") for cursor in cursors]
+        with pytest.raises(ConnectionError, match="does not end"):
+            list(redis.list(SOON_S))
+        assert server.plan
         redis.close()
 
 

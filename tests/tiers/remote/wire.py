@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-PATIENCE_S = 20.0
+PATIENCE_S, ENDLESS_BYTES = 20.0, 1 << 40
 
 
 class Wire(ThreadingHTTPServer):
@@ -20,7 +20,7 @@ class Wire(ThreadingHTTPServer):
 
     Faults: "drop" (the connection ends), "truncate" (half of the body), "corrupt" (one bit of it),
     "unavailable" (503), "duplicate" (the server gets the request twice), "slow" (50 ms), "hang"
-    (until `release`).
+    (until `release`), "endless" (the body goes on), "continued" (a listing says that it does).
     """
 
     daemon_threads = True
@@ -30,7 +30,7 @@ class Wire(ThreadingHTTPServer):
         self.server_host = f"127.0.0.1:{port}"
         self.plan: dict[str, list[str]] = {}
         self.requests: list[tuple[str, str]] = []  # method, range
-        self.gate = threading.Event()
+        self.gate, self.page = threading.Event(), b""
 
     def release(self) -> None:
         self.gate.set()
@@ -62,6 +62,13 @@ class Handler(BaseHTTPRequestHandler):
             status, headers, answer = self.forward(body)
         if fault == "drop":
             return
+        if fault == "endless":
+            headers["Content-Length"] = str(ENDLESS_BYTES)
+            answer += bytes(1 << 22)  # more than anybody asked for
+        if fault == "continued":
+            more = b"<NextContinuationToken>x</NextContinuationToken><IsTruncated>true<"
+            self.server.page = self.server.page or answer.replace(b"<IsTruncated>false<", more)
+            status, headers["Content-Length"] = 200, str(len(answer := self.server.page))
         self.send_response_only(206 if "Content-Range" in headers else status)
         for name, value in headers.items():
             self.send_header(name, value)
