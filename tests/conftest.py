@@ -8,7 +8,7 @@ import os
 import random
 import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.cache.fakes import Halves
 from tests.inside import computation
 
 TESTS = Path(__file__).resolve().parent
+SECONDS = TESTS / "seconds.txt"
 POISON_LIMIT_BYTES = 64 << 20
 QUEUED = pytest.StashKey[object]()
 
@@ -30,7 +31,7 @@ QUEUED = pytest.StashKey[object]()
 # show on a few, that measure, or whose subject stands beside what serves a model: `python -m tests`
 # leaves them to `--all`, everybody else runs them as ever.
 THOROUGH = """
-bench/test_blend.py bench/test_mass.py bench/test_overflow.py
+bench/test_blend.py bench/test_overflow.py
 bench/test_perplexity.py bench/test_policy.py bench/test_quality.py bench/test_restarts.py
 bench/test_restore_emulated.py bench/test_restore_protocol.py
 bench/test_restore_table.py bench/test_restore_torch.py bench/test_serve_load.py
@@ -162,6 +163,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tame the thread pools before any model runs: workers share the machine's few cores."""
     watch()
     config.pluginmanager.register(Failures(config))
+    if config.getoption("--seconds"):
+        config.pluginmanager.register(Seconds())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
@@ -172,10 +175,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--part 2/3`: one of three parts that together are all tests; `--queued`: as on a GPU."""
     parser.addoption("--part", default="1/1", help="only this part of the tests, such as 2/3")
     parser.addoption("--queued", action="store_true", help="run the code for GPUs on the CPU")
+    parser.addoption("--seconds", action="store_true", help="write what files take into a table")
 
 
-def part_of(item: pytest.Item, parts: int) -> int:
-    """Which part a test is in, from 1 on: always the same one.
+def read_seconds() -> dict[str, list[float]]:
+    """Return processor seconds of files' fast and of their thorough tests."""
+    rows = (line.split() for line in SECONDS.read_text().splitlines()[1:])
+    return {path: [float(fast), float(thorough)] for fast, thorough, path in rows}
+
+
+@functools.cache
+def parts_of(parts: int, thorough: bool, among: tuple[str, ...]) -> dict[Path, int]:
+    """Share the measured files below some paths among parts that take equally long."""
+    full, found = [0.0] * parts, dict[Path, int]()
+    for path, row in sorted(read_seconds().items(), key=lambda one: (-one[1][thorough], one[0])):
+        if row[thorough] and any(Path(path).is_relative_to(one) for one in among):
+            least = full.index(min(full))
+            full[least] += row[thorough]
+            found[TESTS / path] = 1 + least
+    return found
+
+
+def part_of(path: Path, config: pytest.Config) -> int | None:
+    """Return which part a measured file is in, from 1 on: the same one in the run of each part."""
+    parts, thorough = config.getoption("--part").partition("/")[2], "and thorough"
+    words = {word.partition("::")[0].removeprefix("tests").strip("/") for word in config.args}
+    found = parts_of(int(parts), config.option.markexpr.endswith(thorough), tuple(sorted(words)))
+    return found.get(path)
+
+
+def drawn_part_of(item: pytest.Item, parts: int) -> int:
+    """Return which part a test of any other file is in, by its name.
 
     Tests that share what is made once in their module are in one, so that it is made once.
     """
@@ -185,6 +215,30 @@ def part_of(item: pytest.Item, parts: int) -> int:
     return 1 + zlib.crc32((path if shared else item.nodeid).encode()) % parts
 
 
+class Seconds:
+    """Write the processor time of each file's tests, and of processes they wait for, to a table."""
+
+    def __init__(self) -> None:
+        self.took = dict[str, list[float]]()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        before = os.times()
+        result = yield
+        took = self.took.setdefault(str(item.path.relative_to(TESTS)), [0.0, 0.0])
+        took["thorough" in item.keywords] += sum(os.times()[:4]) - sum(before[:4])
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        head, rows = SECONDS.read_text().splitlines()[0], read_seconds() | self.took
+        lines = [
+            f"{fast:.0f} {thorough:.0f} {path}"
+            for path, (fast, thorough) in sorted(rows.items())
+            if (TESTS / path).exists() and max(fast, thorough) >= 1
+        ]
+        SECONDS.write_text("\n".join([head, *lines, ""]))
+
+
 def left_out(nodeid: str) -> bool:
     """Whether a test is a case of many that is not among the fast ones: always the same ones."""
     function = nodeid.partition("[")[0].removeprefix("tests/")
@@ -192,8 +246,11 @@ def left_out(nodeid: str) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files unread of which `-m` with or without `thorough` would choose no test."""
+    """Leave files unread of another part, or of which `-m` would choose no test."""
     chosen, listed = config.option.markexpr, collection_path in FILES
+    part = config.getoption("--part").partition("/")[0]
+    if part_of(collection_path, config) not in (None, int(part)):
+        return True
     if collection_path.name.startswith("test_") and not listed and chosen.endswith("and thorough"):
         sampled = any(TESTS / name.partition("::")[0] == collection_path for name in SAMPLED)
         return (not sampled and "thorough" not in collection_path.read_text()) or None
@@ -205,9 +262,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep our part, mark the thorough tests; skip what this device cannot do."""
     part, parts = map(int, config.getoption("--part").split("/"))
     if parts > 1:
-        others = [item for item in items if part_of(item, parts) != part]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if part_of(item, parts) == part]
+        its = {item: part_of(item.path, config) or drawn_part_of(item, parts) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if its[item] != part])
+        items[:] = [item for item in items if its[item] == part]
     for item in items:
         if item.path in FILES or left_out(item.nodeid):
             item.add_marker("thorough")
