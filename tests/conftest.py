@@ -66,8 +66,13 @@ FILES = frozenset(TESTS / name for name in THOROUGH)
 
 # Tests with many cases of one kind: a fourth of the cases is fast, the others are thorough.
 SAMPLED = """
+cache/test_audit.py::test_encoded_pages_are_held_to_what_their_codec_may_lose
+cache/test_codecs.py::test_a_reader_takes_what_is_not_lossier_than_itself
+cache/test_coherency.py::test_another_cache_does_not_answer_from_its_pages
+hooks/test_asked_again.py::test_pages_that_are_lost_on_their_way
 hooks/test_edits.py::test_an_edit_takes_effect
 hooks/test_foreign.py::test_within_a_process_and_over_a_directory
+hooks/test_graphs.py::test_replays_answer_as_the_model
 hooks/test_identity.py::test_an_edit_after_attach_is_never_answered_with_what_was
 hooks/test_identity_contents.py::test_an_edit_of_a_module_is_another_name
 hooks/test_identity_contents.py::test_what_a_value_holds_is_in_the_name
@@ -75,6 +80,8 @@ hooks/test_identity_writes.py::test_a_forward_that_counts_makes_its_model_foreig
 hooks/test_identity_writes.py::test_frequencies_of_an_encoding_by_length
 hooks/test_identity_writes.py::test_what_draws_by_itself_is_not_shared
 hooks/test_never_wrong.py::test_verify_passes
+hooks/test_press.py::test_other_presses_share_nothing
+hooks/test_press.py::test_the_answer_is_the_press_s_own
 tiers/test_disk_faults.py::test_F5_any_operation_may_fail
 tiers/test_disk_hostile.py::test_one_bad_load_never_fails_its_batch
 """.split()

@@ -361,8 +361,19 @@ def test_what_a_forward_made_first_is_set_by_hand(make: Make, edits: list[Edit])
     in_process(make, edits)
 
 
-@each_lazy
-def test_what_a_forward_makes_first_was_set_before(make, edits, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "attribute",
+        "tensor",
+        *(
+            pytest.param(k, marks=pytest.mark.thorough)
+            for k in ("setdefault", "defaultdict", "number")
+        ),
+    ],
+)
+def test_what_a_forward_makes_first_was_set_before(kind: str, tmp_path: Any) -> None:
+    ((make, edits),) = [case[1:] for case in LAZY if case[0] == kind]
     over_a_store(make, edits, f"{tmp_path}/kv:64MiB")
 
 
@@ -418,14 +429,20 @@ def steer(factor: float) -> Edit:
     return edit
 
 
-ONCE: list[tuple[str, Make, list[Edit]]] = [
-    ("vector", once, [steer(f) for f in (1.0, 0.0, 2.0, 1.0)]),
-    ("reset", hooked(lambda: {"scale": 1.0}, reset), [sets_item(s) for s in (2.0, 1.0, 3.0, 2.0)]),
+ONCE: list[tuple[str, Make, list[Edit], int]] = [
+    ("vector", once, [steer(f) for f in (1.0, 0.0, 2.0, 1.0)], 64),
+    (
+        "reset",
+        hooked(lambda: {"scale": 1.0}, reset),
+        [sets_item(s) for s in (2.0, 1.0, 3.0, 2.0)],
+        60,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("make", "edits"), [c[1:] for c in ONCE], ids=[c[0] for c in ONCE])
-@pytest.mark.parametrize("length", [60, 64])
+@pytest.mark.parametrize(
+    ("make", "edits", "length"), [c[1:] for c in ONCE], ids=[c[0] for c in ONCE]
+)
 def test_what_is_set_for_one_call_and_used_up(make: Make, edits: list[Edit], length: int) -> None:
     """Also by a longer prompt, of which the tokens of such a call are a part."""
     prompt, (model, held), (twin, beside) = models.prompt(length), make(), make()
