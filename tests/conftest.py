@@ -56,7 +56,7 @@ policy/restore/test_baselines.py policy/restore/test_mutants.py policy/schedulin
 policy/test_against_reference.py policy/test_arc.py policy/test_by_score.py
 policy/test_cost_aware.py policy/test_hazard_reference.py policy/test_hedge.py
 policy/test_markov.py policy/test_mutants.py policy/test_optimum.py
-sim/test_rivals.py
+sim/restore/test_headline.py sim/test_rivals.py
 test_artifacts.py test_benchmarks.py test_demo.py
 tiers/remote/test_redis_faults.py tiers/test_check_tier.py tiers/test_disk_engines.py
 tiers/test_disk_home.py tiers/test_disk_kill.py tiers/test_disk_power.py tiers/test_faults.py
@@ -69,6 +69,10 @@ SAMPLED = """
 cache/test_audit.py::test_encoded_pages_are_held_to_what_their_codec_may_lose
 cache/test_codecs.py::test_a_reader_takes_what_is_not_lossier_than_itself
 cache/test_coherency.py::test_another_cache_does_not_answer_from_its_pages
+cache/test_pinned.py::test_a_copy_that_goes_wrong_is_never_served
+cache/test_pinned.py::test_nothing_wrong_comes_from_a_disk
+cache/test_pinned.py::test_nothing_wrong_comes_from_pinned_memory
+connect/test_vllm_rows.py::test_a_later_process_finds_keys_and_values
 hooks/test_asked_again.py::test_pages_that_are_lost_on_their_way
 hooks/test_edits.py::test_an_edit_takes_effect
 hooks/test_foreign.py::test_within_a_process_and_over_a_directory
@@ -84,6 +88,9 @@ hooks/test_press.py::test_other_presses_share_nothing
 hooks/test_press.py::test_the_answer_is_the_press_s_own
 hooks/test_recurrent.py::test_half_precision_hides_no_lost_convolution
 hooks/test_skipped.py::test_layers_that_are_skipped_and_come_back
+kernels/test_codecs.py::test_conformance
+kernels/test_dots.py::test_dots
+kernels/test_rope.py::test_latents_keep_their_values
 tiers/test_disk_faults.py::test_F5_any_operation_may_fail
 tiers/test_disk_hostile.py::test_one_bad_load_never_fails_its_batch
 """.split()
