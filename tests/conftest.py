@@ -84,7 +84,6 @@ hooks/test_identity_writes.py::test_a_forward_that_counts_makes_its_model_foreig
 hooks/test_identity_writes.py::test_frequencies_of_an_encoding_by_length
 hooks/test_identity_writes.py::test_what_draws_by_itself_is_not_shared
 hooks/test_never_wrong.py::test_verify_passes
-hooks/test_press.py::test_other_presses_share_nothing
 hooks/test_press.py::test_the_answer_is_the_press_s_own
 hooks/test_recurrent.py::test_half_precision_hides_no_lost_convolution
 hooks/test_skipped.py::test_layers_that_are_skipped_and_come_back
