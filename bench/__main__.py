@@ -10,7 +10,6 @@ import bench.edits
 import bench.embedding
 import bench.engines.command
 import bench.longtasks
-import bench.mass
 import bench.memo
 import bench.mlperf
 import bench.overflow
@@ -45,7 +44,6 @@ def parser() -> Parser:
     bench.edits.add_verbs(verb)
     bench.cold.add_verbs(verb)
     bench.longtasks.add_verbs(verb)
-    bench.mass.add_verbs(verb)
     bench.sparsify.add_verbs(verb)
     bench.states.add_verbs(verb)
     for measured in (bench.engines, bench.policy, bench.restore, bench.serve):

@@ -282,10 +282,6 @@ class Real:
         """How much later an unseen prompt is answered."""
         return f"{100 / self.ratio('ttft, unseen', tokens) - 100:.0f}% later at {tokens:,} tokens"
 
-    def lossy(self, cache: str) -> str:
-        row = self.row(f"quality, {cache}")
-        return f"{figure(row['more_percent'][1])}% with {row['bits']:.1f} bits an element"
-
 
 def _on_gpus(results: Results) -> Iterable[tuple[str, Callable[[str], str]]]:
     """Each GPU by its name, with a reader of figures by their paths."""
@@ -320,38 +316,6 @@ def front(results: Results) -> str:
         )
         lines.append([f"Llama 8B, random weights in bf16, one {name}", faster, slower])
     return table(["measured on", "faster", "slower"], lines)
-
-
-@block
-def landing(results: Results) -> str:
-    """What is worth a line on the first page of the documentation, beside its rivals."""
-    real = Real(results)
-    step, static = (f"tpot, {name} / attached" for name in ("DynamicCache", "StaticCache"))
-    step, static = (f"{real.ratio(what, 4000):.3g} times" for what in (step, static))
-    lines = [
-        ["first token of 2,048, asked again", real.sooner("asked again")],
-        ["... in the next process, from disk", real.sooner("restarted")],
-        ["... never seen before", f"{real.later(2048)}, {real.later(256)}"],
-        [
-            "a decode step at 4,000 tokens",
-            f"{step} as fast as `DynamicCache`; {static} as `StaticCache`",
-        ],
-        [
-            "`kv4c`, perplexity more than exact",
-            f"{real.lossy('kv4c')}; HF HQQ, 4 bits: {real.lossy('HF HQQ, 4 bits')}",
-        ],
-    ]
-    for name, of in _on_gpus(results):
-        token = f"{of('attached 2048/tpot_ms')} ms, with its own cache {of('plain 2048/tpot_ms')}"
-        lines += [
-            [f"an 8B model, {name}: a token at 2,048 tokens", token],
-            [
-                "... 32 clients of `flowkv.Engine`",
-                f"{of('engine/tokens_per_s')} tokens/s; one static batch {of(whole.STATIC)},"
-                f" `generate_batch` {of('generate_batch/tokens_per_s')}",
-            ],
-        ]
-    return table(["measured", "figure"], lines)
 
 
 @block

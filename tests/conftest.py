@@ -8,7 +8,7 @@ import os
 import random
 import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.cache.fakes import Halves
 from tests.inside import computation
 
 TESTS = Path(__file__).resolve().parent
+SECONDS = TESTS / "seconds.txt"
 POISON_LIMIT_BYTES = 64 << 20
 QUEUED = pytest.StashKey[object]()
 
@@ -30,7 +31,7 @@ QUEUED = pytest.StashKey[object]()
 # show on a few, that measure, or whose subject stands beside what serves a model: `python -m tests`
 # leaves them to `--all`, everybody else runs them as ever.
 THOROUGH = """
-bench/test_blend.py bench/test_mass.py bench/test_overflow.py
+bench/test_blend.py bench/test_overflow.py
 bench/test_perplexity.py bench/test_policy.py bench/test_quality.py bench/test_restarts.py
 bench/test_restore_emulated.py bench/test_restore_protocol.py
 bench/test_restore_table.py bench/test_restore_torch.py bench/test_serve_load.py
@@ -55,7 +56,7 @@ policy/restore/test_baselines.py policy/restore/test_mutants.py policy/schedulin
 policy/test_against_reference.py policy/test_arc.py policy/test_by_score.py
 policy/test_cost_aware.py policy/test_hazard_reference.py policy/test_hedge.py
 policy/test_markov.py policy/test_mutants.py policy/test_optimum.py
-sim/test_rivals.py
+sim/restore/test_headline.py sim/test_rivals.py
 test_artifacts.py test_benchmarks.py test_demo.py
 tiers/remote/test_redis_faults.py tiers/test_check_tier.py tiers/test_disk_engines.py
 tiers/test_disk_home.py tiers/test_disk_kill.py tiers/test_disk_power.py tiers/test_faults.py
@@ -65,14 +66,29 @@ FILES = frozenset(TESTS / name for name in THOROUGH)
 
 # Tests with many cases of one kind: a fourth of the cases is fast, the others are thorough.
 SAMPLED = """
+cache/test_audit.py::test_encoded_pages_are_held_to_what_their_codec_may_lose
+cache/test_codecs.py::test_a_reader_takes_what_is_not_lossier_than_itself
+cache/test_coherency.py::test_another_cache_does_not_answer_from_its_pages
+cache/test_pinned.py::test_a_copy_that_goes_wrong_is_never_served
+cache/test_pinned.py::test_nothing_wrong_comes_from_a_disk
+cache/test_pinned.py::test_nothing_wrong_comes_from_pinned_memory
+connect/test_vllm_rows.py::test_a_later_process_finds_keys_and_values
+hooks/test_asked_again.py::test_pages_that_are_lost_on_their_way
 hooks/test_edits.py::test_an_edit_takes_effect
 hooks/test_foreign.py::test_within_a_process_and_over_a_directory
+hooks/test_graphs.py::test_replays_answer_as_the_model
 hooks/test_identity.py::test_an_edit_after_attach_is_never_answered_with_what_was
 hooks/test_identity_contents.py::test_an_edit_of_a_module_is_another_name
 hooks/test_identity_contents.py::test_what_a_value_holds_is_in_the_name
 hooks/test_identity_writes.py::test_a_forward_that_counts_makes_its_model_foreign
 hooks/test_identity_writes.py::test_frequencies_of_an_encoding_by_length
 hooks/test_never_wrong.py::test_verify_passes
+hooks/test_press.py::test_the_answer_is_the_press_s_own
+hooks/test_recurrent.py::test_half_precision_hides_no_lost_convolution
+hooks/test_skipped.py::test_layers_that_are_skipped_and_come_back
+kernels/test_codecs.py::test_conformance
+kernels/test_dots.py::test_dots
+kernels/test_rope.py::test_latents_keep_their_values
 tiers/test_disk_faults.py::test_F5_any_operation_may_fail
 tiers/test_disk_hostile.py::test_one_bad_load_never_fails_its_batch
 """.split()
@@ -161,6 +177,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tame the thread pools before any model runs: workers share the machine's few cores."""
     watch()
     config.pluginmanager.register(Failures(config))
+    if config.getoption("--seconds"):
+        config.pluginmanager.register(Seconds())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
@@ -171,10 +189,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--part 2/3`: one of three parts that together are all tests; `--queued`: as on a GPU."""
     parser.addoption("--part", default="1/1", help="only this part of the tests, such as 2/3")
     parser.addoption("--queued", action="store_true", help="run the code for GPUs on the CPU")
+    parser.addoption("--seconds", action="store_true", help="write what files take into a table")
 
 
-def part_of(item: pytest.Item, parts: int) -> int:
-    """Which part a test is in, from 1 on: always the same one.
+def read_seconds() -> dict[str, list[float]]:
+    """Return processor seconds of files' fast and of their thorough tests."""
+    rows = (line.split() for line in SECONDS.read_text().splitlines()[1:])
+    return {path: [float(fast), float(thorough)] for fast, thorough, path in rows}
+
+
+@functools.cache
+def parts_of(parts: int, thorough: bool, among: tuple[str, ...]) -> dict[Path, int]:
+    """Share the measured files below some paths among parts that take equally long."""
+    full, found = [0.0] * parts, dict[Path, int]()
+    for path, row in sorted(read_seconds().items(), key=lambda one: (-one[1][thorough], one[0])):
+        if row[thorough] and any(Path(path).is_relative_to(one) for one in among):
+            least = full.index(min(full))
+            full[least] += row[thorough]
+            found[TESTS / path] = 1 + least
+    return found
+
+
+def part_of(path: Path, config: pytest.Config) -> int | None:
+    """Return which part a measured file is in, from 1 on: the same one in the run of each part."""
+    parts, thorough = config.getoption("--part").partition("/")[2], "and thorough"
+    words = {word.partition("::")[0].removeprefix("tests").strip("/") for word in config.args}
+    found = parts_of(int(parts), config.option.markexpr.endswith(thorough), tuple(sorted(words)))
+    return found.get(path)
+
+
+def drawn_part_of(item: pytest.Item, parts: int) -> int:
+    """Return which part a test of any other file is in, by its name.
 
     Tests that share what is made once in their module are in one, so that it is made once.
     """
@@ -184,6 +229,30 @@ def part_of(item: pytest.Item, parts: int) -> int:
     return 1 + zlib.crc32((path if shared else item.nodeid).encode()) % parts
 
 
+class Seconds:
+    """Write the processor time of each file's tests, and of processes they wait for, to a table."""
+
+    def __init__(self) -> None:
+        self.took = dict[str, list[float]]()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        before = os.times()
+        result = yield
+        took = self.took.setdefault(str(item.path.relative_to(TESTS)), [0.0, 0.0])
+        took["thorough" in item.keywords] += sum(os.times()[:4]) - sum(before[:4])
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        head, rows = SECONDS.read_text().splitlines()[0], read_seconds() | self.took
+        lines = [
+            f"{fast:.0f} {thorough:.0f} {path}"
+            for path, (fast, thorough) in sorted(rows.items())
+            if (TESTS / path).exists() and max(fast, thorough) >= 1
+        ]
+        SECONDS.write_text("\n".join([head, *lines, ""]))
+
+
 def left_out(nodeid: str) -> bool:
     """Whether a test is a case of many that is not among the fast ones: always the same ones."""
     function = nodeid.partition("[")[0].removeprefix("tests/")
@@ -191,8 +260,11 @@ def left_out(nodeid: str) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files unread of which `-m` with or without `thorough` would choose no test."""
+    """Leave files unread of another part, or of which `-m` would choose no test."""
     chosen, listed = config.option.markexpr, collection_path in FILES
+    part = config.getoption("--part").partition("/")[0]
+    if part_of(collection_path, config) not in (None, int(part)):
+        return True
     if collection_path.name.startswith("test_") and not listed and chosen.endswith("and thorough"):
         sampled = any(TESTS / name.partition("::")[0] == collection_path for name in SAMPLED)
         return (not sampled and "thorough" not in collection_path.read_text()) or None
@@ -204,9 +276,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep our part, mark the thorough tests; skip what this device cannot do."""
     part, parts = map(int, config.getoption("--part").split("/"))
     if parts > 1:
-        others = [item for item in items if part_of(item, parts) != part]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if part_of(item, parts) == part]
+        its = {item: part_of(item.path, config) or drawn_part_of(item, parts) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if its[item] != part])
+        items[:] = [item for item in items if its[item] == part]
     for item in items:
         if item.path in FILES or left_out(item.nodeid):
             item.add_marker("thorough")

@@ -56,6 +56,7 @@ def counts(line: str) -> list[int]:
     return [int(number) for number in re.findall(r"(?<![\w.])\d+(?![\w.]*\d)", line)]
 
 
+@pytest.mark.thorough
 def test_the_notebook_runs_and_shows_what_it_printed(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "first_look.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]

@@ -439,13 +439,31 @@ def test_a_failure_is_shown_when_it_comes() -> None:
 
 def test_files_that_a_mark_leaves_out_are_not_imported() -> None:
     def left(path: str, chosen: str) -> bool:
-        config = SimpleNamespace(option=SimpleNamespace(markexpr=command.SETS[chosen]))
+        config = SimpleNamespace(option=SimpleNamespace(markexpr=command.SETS[chosen]), args=[])
+        config.getoption = lambda name: "1/1"
         return bool(conftest.pytest_ignore_collect(ROOT / "tests" / path, config))  # type: ignore[arg-type]
 
     some = conftest.THOROUGH[0]
     assert left(some, "") and not left(some, "--all") and not left(some, "--thorough")
     assert left("core/test_keys.py", "--thorough") and not left("core/test_keys.py", "")
     assert not left("conftest.py", "--thorough") and not left("core", "--thorough")
+
+
+def test_parts_of_measured_files_take_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {f"{room}/test_{n}.py": [n % 13, n % 7] for room in "ab" for n in range(60)}
+    monkeypatch.setattr(conftest, "read_seconds", lambda: seconds)
+    conftest.parts_of.cache_clear()
+    for chosen, among in (("", ["tests/a", "tests/b/test_9.py::test"]), ("--thorough", ["tests"])):
+        option = SimpleNamespace(markexpr=command.SETS[chosen])
+        config: Any = SimpleNamespace(option=option, args=among, getoption=lambda _: "2/3")
+        takes = [0.0] * 3
+        for path, row in seconds.items():
+            part = conftest.part_of(conftest.TESTS / path, config)
+            asked = chosen or path.startswith("a") or path == "b/test_9.py"
+            assert (part is not None) == bool(asked and row[bool(chosen)])
+            takes[(part or 1) - 1] += row[bool(chosen)] if part else 0
+        assert max(takes) - min(takes) <= 1
+    conftest.parts_of.cache_clear()
 
 
 def test_parts_are_all_tests_and_share_what_is_made_once() -> None:
@@ -458,10 +476,10 @@ def test_parts_are_all_tests_and_share_what_is_made_once() -> None:
 
     names = [f"tests/{file}.py::test[{n}]" for file in "ab" for n in range(100)]
     for parts in (1, 2, 3, 7):
-        alone = [conftest.part_of(item(name, "function"), parts) for name in names]
+        alone = [conftest.drawn_part_of(item(name, "function"), parts) for name in names]
         assert set(alone) == set(range(1, parts + 1))
         for scope in ("module", "session"):
-            together = [conftest.part_of(item(name, scope), parts) for name in names]
+            together = [conftest.drawn_part_of(item(name, scope), parts) for name in names]
             assert len(set(together[:100])) == len(set(together[100:])) == 1
 
 

@@ -2,8 +2,8 @@
 
 Of its own, since what it tests once ended the process.
 
-Its arguments are a moment (the default changes around `attach`, or later), a way to change it, and
-the name of a model.
+Each argument is a case, MOMENT:WAY:MODEL: a moment (the default changes around `attach`, or later),
+a way to change it, and the name of a model.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def main(moment: str, name: str, which: str) -> None:
             torch.testing.assert_close(
                 got, plain, rtol=loose, atol=loose * float(plain.abs().max())
             )
-    print("reused", kv.stats()["tokens_reused"])
+    print(moment, name, which, "reused", kv.stats()["tokens_reused"], flush=True)
     kv.close()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for case in sys.argv[1:]:
+        main(*case.split(":"))

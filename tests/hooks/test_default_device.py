@@ -14,36 +14,30 @@ from flowkv import kernels
 from tests.hooks import elsewhere
 from tests.inside import GeometryError, address
 
-THOROUGH = [
-    ("forwards", "context", "llama"),
-    ("forwards", "context", "llama/kv8"),
-    ("forwards", "patched", "llama"),
-    ("attach", "context", "llama/kv8"),
-    ("attach", "patched", "llama"),
-    ("forwards", "default", "llama"),
-    ("forwards", "context", "gemma3"),
-    ("forwards", "context", "falcon_h1"),
-]
+
+def test_a_default_device_of_torch_changes_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere.main("attach", "default", "llama")
+    assert " reused " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("moment", "way", "model"),
-    [
-        ("attach", "default", "llama"),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH),
-    ],
-)
-def test_a_default_device_of_torch_changes_no_answer(moment: str, way: str, model: str) -> None:
+@pytest.mark.thorough
+def test_nor_does_it_in_a_process_of_its_own() -> None:
+    """A process, since what it tests once ended the process."""
+    cases = """
+        forwards:context:llama forwards:context:llama/kv8 forwards:patched:llama
+        attach:context:llama/kv8 attach:patched:llama forwards:default:llama
+        forwards:context:gemma3 forwards:context:falcon_h1
+    """.split()
     done = subprocess.run(
-        [sys.executable, "-m", elsewhere.__name__, moment, way, model],
+        [sys.executable, "-m", elsewhere.__name__, *cases],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=250,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("reused "), done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("reused ") == len(cases), done.stdout
 
 
 def test_compiled_kernels_get_no_address_of_another_device() -> None:

@@ -335,10 +335,10 @@ def user(**members: Any) -> Any:
     "press",
     [
         user(),
-        Stub(0.6, held=[user()]),
+        pytest.param(Stub(0.6, held=[user()]), marks=pytest.mark.thorough),
         Stub(0.6, held=[{"a": object()}]),
         Stub(0.6, draws="torch"),
-        Stub(0.6, draws="numpy"),
+        pytest.param(Stub(0.6, draws="numpy"), marks=pytest.mark.thorough),
         Stub(0.6, draws="random"),
     ],
 )

@@ -107,27 +107,21 @@ def test_what_autocast_computes_stays_whole_and_unshared(model: Any) -> None:
         assert_same(ask(model, kv, ids, question), wanted)
 
 
-TWO = """
-import sys
-from tests.hooks import models
-from tests.hooks.compare import assert_same, attached, reused
-from tests.hooks.test_press import QUESTIONS, ask
-from tests.hooks.test_repetition import answered, distinct
-
-model, ids = models.causal("llama"), distinct(140)
-wanted = [answered(model, ids, question, 0.5) for question in QUESTIONS]
-with attached(model, sparsify="kvzip:0.5", disk=sys.argv[1]) as kv:
-    for question, one in zip(QUESTIONS, wanted, strict=True):
-        assert_same(ask(model, kv, ids, question), one)
-    assert reused(kv) == int(sys.argv[2]), reused(kv)
-    kv.flush()
-"""
+def asked(place: str, tokens: int) -> None:
+    """Ask two questions behind one context, and count what was found of it."""
+    model, ids = models.causal("llama"), distinct(140)
+    wanted = [answered(model, ids, question, 0.5) for question in QUESTIONS]
+    with attached(model, sparsify="kvzip:0.5", disk=place) as kv:
+        for question, one in zip(QUESTIONS, wanted, strict=True):
+            assert_same(ask(model, kv, ids, question), one)
+        assert reused(kv) == tokens, reused(kv)
+        kv.flush()
 
 
 def test_another_process_reads_what_is_left(tmp_path: Any) -> None:
-    for tokens in (140, 280):
-        given = [sys.executable, "-c", TWO, f"{tmp_path}/kv:64MiB", str(tokens)]
-        subprocess.run(given, check=True)
+    asked(f"{tmp_path}/kv:64MiB", 140)
+    again = "import sys; from tests.hooks.test_repetition import asked; asked(sys.argv[1], 280)"
+    subprocess.run([sys.executable, "-c", again, f"{tmp_path}/kv:64MiB"], check=True)
 
 
 class Mine(KVzip):

@@ -255,7 +255,7 @@ def test_a_killed_peer(tmp_path: Path) -> None:
 
 
 def test_a_peer_killed_in_the_middle_of_a_change(tmp_path: Path) -> None:
-    found = run("repairs", tmp_path, 60, 2)
+    found = run("repairs", tmp_path, 24, 2)
     assert found["lost"] == 0
     assert found["repairs"] > 3 and found["renewed"] == 0
 
