@@ -1379,6 +1379,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             kept = {k: _clone(v) for k, v in vars(old).items() if k not in PAGED_STATE}
             new.__dict__.update(kept)
         twin.recurrent.mark()
+        if self.door is not None:
+            self.door.hold(twin)
         return twin
 
     def __copy__(self) -> PagedCache:
