@@ -685,9 +685,11 @@ class TestOwnCaches:
         kv = flowkv.attach(model, gpu="64MiB", page_size=16)
         cache = DynamicCache(config=model.config)
         forward(model, ids, cache)
+        twin = copy.deepcopy(cache)
         kv.detach()
         assert torch.allclose(forward(model, token, cache), wanted, atol=1e-4)
         kv.close()
+        assert torch.allclose(forward(model, token, twin), wanted, atol=1e-4)
         assert torch.isfinite(forward(model, token, cache)).all()
 
     def test_a_forward_that_fails_can_be_repeated(self, model: Any) -> None:

@@ -410,10 +410,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         lambda layer: bool(layer.seen), lambda *_: None, doc="As of a native layer: it has tokens."
     )
 
-    @property
-    def supports_early_init(self) -> bool:
-        """Return whether it counts in `is_initialized` of its cache, as the native layer."""
-        return getattr(self.spec.native, "supports_early_init", True)
+    supports_early_init = property(
+        lambda layer: getattr(layer.spec.native, "supports_early_init", True),
+        doc="Whether it counts in `is_initialized` of its cache, as of a native layer.",
+    )
 
     @property
     def is_sliding(self) -> bool:
@@ -1379,6 +1379,8 @@ class PagedCache(DynamicCache):  # type: ignore[misc]
             kept = {k: _clone(v) for k, v in vars(old).items() if k not in PAGED_STATE}
             new.__dict__.update(kept)
         twin.recurrent.mark()
+        if self.door is not None:
+            self.door.hold(twin)
         return twin
 
     def __copy__(self) -> PagedCache:

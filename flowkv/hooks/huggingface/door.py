@@ -277,6 +277,11 @@ class ForwardHook:
                 return  # the threads are the parent's
             time.sleep(1e-3)
 
+    def hold(self, cache: PagedCache) -> None:
+        """Remember a cache, to turn it into a native one when the pages are freed."""
+        with self._lock:
+            self._caches.add(cache)
+
     def _held(self) -> list[PagedCache]:
         """Return the caches that are still referenced; some may have become native."""
         with self._lock:  # another thread may add one
@@ -812,8 +817,7 @@ class ForwardHook:
             paged.fresh = True
         paged.options = {} if self.names.encoder else call.condition
         paged.load_states(found.states)
-        with self._lock:
-            self._caches.add(paged)
+        self.hold(paged)
         return paged
 
     def _save_states(self) -> None:
@@ -863,7 +867,7 @@ class ForwardHook:
             training
             or not steady
             or call.wants_weights  # some models compute otherwise then
-            or bool(self._odd_types(call))
+            or bool(call.types and self._odd_types(call))
             or not (call.form or filled or call.continues)
             or (call.positions is None and call.unplaced and rows.base and not whole)
             or not (
