@@ -367,7 +367,7 @@ class ForwardHook:
                 if door.model is model:
                     self._refuse(transformed() or _GRADIENTS)
                 return None
-            return (), door.go_on(cache, given, training=training)
+            return (), door._go_on(cache, given, training=training)
         if self.kv.inherited:
             if cache is not None and not training:
                 warn_inherited(self.kv)
@@ -829,7 +829,7 @@ class ForwardHook:
 
     # ---- later forwards
 
-    def go_on(self, cache: PagedCache, given: dict[str, Any], *, training: bool) -> dict[str, Any]:
+    def _go_on(self, cache: PagedCache, given: dict[str, Any], *, training: bool) -> dict[str, Any]:
         """Begin a later forward over a paged cache; return the arguments to compute."""
         rows = cache.rows
         rows.alive()
