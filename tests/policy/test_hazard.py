@@ -257,12 +257,17 @@ def test_a_chain_closes_up_over_a_block_that_is_forgotten():
     assert policy.priority(0) == policy.priority(2) < fresh
 
 
-def test_a_leaf_ages_beside_a_block_of_its_chain_that_came_back_elsewhere():
+@pytest.mark.parametrize("how", ["under another", "as a root", "a hole is filled"])
+def test_a_leaf_ages_beside_a_block_of_its_chain_that_is_not_below_it(how):
     policy = HazardIndex()
-    policy.insert(0, ids(0), ids(-1))
-    policy.insert(0, ids(1, 2, 3), ids(-1, 1, 2))
-    assert policy.evict(0, 1, [0]).tolist() == [3]
-    policy.insert(0, ids(3), ids(0))
+    policy.insert(0, ids(0, 1, 2, 3), ids(-1, -1, 1, 2))
+    if how == "a hole is filled":
+        policy.insert(0, ids(4), ids(3))
+        policy.remove(ids(2))
+        policy.insert(0, ids(2), ids(1))
+    else:
+        policy.remove(ids(3))
+        policy.insert(0, ids(3, 4), ids(0 if how == "under another" else -1, 3))
     fresh = policy.priority(2)
     policy.expired(7 * S)
     assert policy.priority(2) < fresh

@@ -54,6 +54,7 @@ TIP = np.dtype(
         ("bin", np.int32),  # age bin of its index; -1: none
         ("stop", np.int8),
         ("done", np.int8),  # 1: the chain has returned
+        ("torn", np.int8),  # 1: blocks of it came back not behind those before, or before others
     ]
 )
 
@@ -535,7 +536,7 @@ def rekey_tip(order: tuple[Array, ...], learner: tuple[Array, ...], t: int, now:
             if nodes[s].kids == 0:
                 rekey(order, learner, s, now)
             p = nodes[s].parent
-            if p >= 0 and nodes[p].birth == nodes[s].bond and p == own[s].up:
+            if p >= 0 and nodes[p].birth == nodes[s].bond and tips[t].torn == 0:
                 break
         up = own[s].up
         if up >= 0 and own[up].at >= own[s].at:
@@ -637,7 +638,7 @@ def begin(learner: tuple[Array, ...], now: int, q: int, known: int, blocks: int)
     tip.time = now
     tip.eta = tip.slot = tip.low = tip.output = -1
     tip.blocks, tip.known, tip.seen = blocks, known, 0
-    tip.stop = tip.done = 0
+    tip.stop = tip.done = tip.torn = 0
     succeed(tips, traits, t, q)
     judge(learner, t)
     for i in range(EDGE_COUNT):
@@ -734,12 +735,15 @@ def join(
     """
     own, tips, _traits, _rows, _model, counters = learner
     now = order[2][compiled.CLOCK]
-    for s in slots:  # blocks that come back
+    for i in range(len(slots)):  # blocks that come back
+        s = slots[i]
         if own[s].tip >= 0:
             mine = tips[own[s].tip]
             low = mine.low  # of another chain, if a request has taken it since
             if low < 0 or own[low].tip != own[s].tip or own[low].at < own[s].at:
-                mine.low = s
+                mine.low = low = s
+            if parents[i] != own[s].up or (s != low and order[0][s].kids == 0):
+                mine.torn = 1
     latest = counters[TIPS] - 1
     for i in range(len(slots)):
         s = slots[i]
