@@ -72,7 +72,6 @@ cache/test_coherency.py::test_another_cache_does_not_answer_from_its_pages
 cache/test_pinned.py::test_a_copy_that_goes_wrong_is_never_served
 cache/test_pinned.py::test_nothing_wrong_comes_from_a_disk
 cache/test_pinned.py::test_nothing_wrong_comes_from_pinned_memory
-connect/test_vllm_rows.py::test_a_later_process_finds_keys_and_values
 hooks/test_asked_again.py::test_pages_that_are_lost_on_their_way
 hooks/test_edits.py::test_an_edit_takes_effect
 hooks/test_foreign.py::test_within_a_process_and_over_a_directory
