@@ -401,6 +401,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.chunked, self.shape = spec.kind == "chunked", placed.shape
         self.columns, self.record_past = 0, False
         self.dtype, self.device = placed.shape[3:]
+        self.supports_early_init = getattr(spec.native, "supports_early_init", True)
         self.decode: Any = None
         self.wrote: object = None
         self.skipped: int | None = None
@@ -409,11 +410,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_initialized = property(
         lambda layer: bool(layer.seen), lambda *_: None, doc="As of a native layer: it has tokens."
     )
-
-    @property
-    def supports_early_init(self) -> bool:
-        """Return whether it counts in `is_initialized` of its cache, as the native layer."""
-        return getattr(self.spec.native, "supports_early_init", True)
 
     @property
     def is_sliding(self) -> bool:
