@@ -401,6 +401,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.chunked, self.shape = spec.kind == "chunked", placed.shape
         self.columns, self.record_past = 0, False
         self.dtype, self.device = placed.shape[3:]
+        self.supports_early_init = getattr(spec.native, "supports_early_init", True)
         self.decode: Any = None
         self.wrote: object = None
         self.skipped: int | None = None
@@ -408,11 +409,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_initialized = property(
         lambda layer: bool(layer.seen), lambda *_: None, doc="As of a native layer: it has tokens."
-    )
-
-    supports_early_init = property(
-        lambda layer: getattr(layer.spec.native, "supports_early_init", True),
-        doc="Whether it counts in `is_initialized` of its cache, as of a native layer.",
     )
 
     @property

@@ -168,7 +168,7 @@ class ForwardHook:
             call = partial(_packed, weakref.ref(self))
             most = SHORT[-1] if "logits_to_keep" in self.names.parameters else 1
             self.graphs = GraphedForward(call, state, self.kv.config, self.kv.graphed, most)
-        follow(self.kv, close=self.release, long=self.long_texts)
+        follow(self.kv, close=self.release, long=self._long_texts)
 
     @property
     def _crosses(self) -> bool:
@@ -706,7 +706,7 @@ class ForwardHook:
         longer = twofold and not self.identity.suspect and call.columns - min(pads) > switch
         return range(switch + 1, sys.maxsize) if longer else range(switch)
 
-    def long_texts(self) -> tuple[int, Salt] | None:
+    def _long_texts(self) -> tuple[int, Salt] | None:
         """Return the length beyond which texts are encoded otherwise, and the salt of those."""
         switch = self.identity.switch if self.identity.twofold else None
         return None if switch is None or self.identity.suspect else (switch, _LONG)
