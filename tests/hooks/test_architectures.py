@@ -128,6 +128,20 @@ def test_positions_of_the_model_s_own_count() -> None:
         assert reused(kv) == 49, "with positions, once"
 
 
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*pad token")
+@pytest.mark.parametrize(("kind", "name"), [("seq2seq", "m2m_100"), ("seq2seq", "bart")])
+def test_pad_tokens_that_count_no_position(kind: str, name: str) -> None:
+    """M2M100 makes positions from the tokens of one forward, whatever lies in its cache."""
+    model, plain = matrix.build(kind, name), matrix.build(kind, name)
+    source, text = matrix.tokens(20, 1), matrix.tokens(49)
+    text[:, 5] = model.config.pad_token_id
+    with attached(model) as kv:
+        for ids in (text, text, torch.cat([text, matrix.tokens(9, 2)], 1)):
+            given = dict(input_ids=source, decoder_input_ids=ids)
+            assert_same(generate(model, **given), generate(plain, **given))
+        assert bool(reused(kv)) == (name == "bart")
+
+
 @pytest.mark.parametrize("name", models.HYBRID)
 def test_hybrid_models_go_on_from_a_saved_state(name: str) -> None:
     model, prompt = models.causal(name), models.prompt(70)

@@ -167,9 +167,10 @@ class ModelPlan:
         by_column: Padding changes which tokens some layers attend to.
         compressed: Some layers keep compressed entries.
         from_0: Without positions, the model counts from 0.
+        uncounted: Tokens that the model leaves out where it counts positions.
     """
 
-    from_0 = True
+    from_0, uncounted = True, frozenset[int]()
 
     def __init__(
         self,

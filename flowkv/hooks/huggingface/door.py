@@ -589,7 +589,7 @@ class ForwardHook:
             return BY_COLUMN
         if call.modal and self._crosses:
             return "layers of their own read its images"
-        if problem := self._odd_types(call):
+        if problem := self._odd_tokens(call):
             return problem
         return _MIXED if self.alike_rows(call.rows) == "mixed" else ""
 
@@ -739,11 +739,13 @@ class ForwardHook:
             self._alike[key] = tried
         return self._alike[key]
 
-    def _odd_types(self, call: ForwardCall) -> str:
-        """Return why pages cannot be shared by the types of their tokens; "" if they can.
+    def _odd_tokens(self, call: ForwardCall) -> str:
+        """Return why pages cannot be shared by their tokens or the types of these; "" if they can.
 
         Tokens of one image see later ones in some models, which `Fill` knows: those of all may not.
         """
+        if call.ids is not None and any(bool((call.ids == n).any()) for n in self.plan.uncounted):
+            return "it does not count the position of a pad token among others"
         for name, types in call.types.items():
             for kind in types.unique().tolist():
                 key = self.kv.namespace, name, kind, bool(kind and call.modal)
@@ -867,7 +869,7 @@ class ForwardHook:
             training
             or not steady
             or call.wants_weights  # some models compute otherwise then
-            or bool(call.types and self._odd_types(call))
+            or bool((call.types or self.plan.uncounted) and self._odd_tokens(call))
             or not (call.form or filled or call.continues)
             or (call.positions is None and call.unplaced and rows.base and not whole)
             or not (
@@ -1061,6 +1063,7 @@ class ForwardHook:
                         long = self.identity.suspect
                         found = probe(model, self.kv.page_size, in_pages=False, long=long)
                     self.plan.by_column |= found.plan.by_column
+                    self.plan.uncounted |= found.plan.uncounted
                     settle(model, self.kv, found, self)
             except UnsupportedModelError as error:
                 problem = error.problem

@@ -138,7 +138,8 @@ def _try_positions(
     takes = names.positions in names.parameters
     asked, masks = takes and names.counts, names.mask in names.parameters
     names.counts &= not asked  # the forwards below pass positions
-    padded = None if plan.stateful or not masks else _padded(model, names, ids, (_PARTS[0],))
+    cut = (_PARTS[0],)
+    padded = None if plan.stateful or not masks else _padded(model, names, ids, cut)
     exact = asked and not _is_half(model.dtype)
     if padded and exact and _same_keys(plan, plain, padded):
         return None
@@ -153,7 +154,28 @@ def _try_positions(
             given = padded and _padded(model, names, ids)
         alike = padded and given and _same_keys(plan, given, padded, model.dtype)
         plan.by_column |= not alike
+    if not takes:
+        plan.uncounted = frozenset(
+            token for token in _pad_tokens(model) if not _counted(model, plan, names, ids, token)
+        )
     return logits
+
+
+def _pad_tokens(model: Any) -> set[int]:
+    found = (getattr(c, "pad_token_id", None) for c in (model.config, model.generation_config))
+    text = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+    return {token for token in (*found, text) if isinstance(token, int) and token >= 0}
+
+
+def _counted(model: Any, plan: ModelPlan, names: Names, ids: torch.Tensor, token: int) -> bool:
+    """Return whether tokens behind an unmasked pad token have the same keys over a cache.
+
+    Some models make positions from the tokens of one forward (Fairseq's, as SeamlessM4T).
+    """
+    ids = ids.clone()
+    ids[:, 1] = token
+    whole, cut = (_cached(model, names, ids, cuts) for cuts in ((), (_PARTS[0],)))
+    return bool(whole and cut and _same_keys(plan, whole, cut, model.dtype))
 
 
 def _same_keys(plan: ModelPlan, some: Any, others: Any, dtype: torch.dtype = torch.float32) -> bool:
@@ -170,15 +192,23 @@ def _same_keys(plan: ModelPlan, some: Any, others: Any, dtype: torch.dtype = tor
 
 
 def _padded(model: Any, names: Names, ids: torch.Tensor, cuts: tuple[int, ...] = ()) -> Any:
-    """Return a cache of tokens behind padding, after a forward up to each cut and to the end.
+    """Return a cache of tokens behind padding, as `_cached`."""
+    ids = torch.cat([ids[:, :_PAD], ids], 1)
+    return _cached(model, names, ids, tuple(_PAD + cut for cut in cuts), _PAD)
 
-    None if the model raises.
+
+def _cached(
+    model: Any, names: Names, ids: torch.Tensor, cuts: tuple[int, ...] = (), pad: int = 0
+) -> Any:
+    """Return a cache of tokens after a forward up to each cut and to the end.
+
+    None if the model raises. The first `pad` columns are padding.
     """
-    ids, cache = torch.cat([ids[:, :_PAD], ids], 1), native_cache(model)
     with quiet(model), suppress(Exception):  # a model may raise anything
-        whole, at = pair(names, cache), 0
-        for part in ids.tensor_split([_PAD + cut for cut in cuts], dim=1):
-            _forward(model, names, part, whole, at, pad=_PAD)
+        cache, at = native_cache(model), 0
+        whole = pair(names, cache)
+        for part in ids.tensor_split(list(cuts), dim=1):
+            _forward(model, names, part, whole, at, pad=pad)
             at += part.shape[1]
         return cache
     return None
