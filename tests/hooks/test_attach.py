@@ -93,7 +93,7 @@ class TestTheModel:
         expected = answer(model, prompt)
         model.__class__ = Later
         try:
-            with attached(model) as kv, torch.no_grad():
+            with attached(model, revision="later") as kv, torch.no_grad():
                 for known in (False, True):
                     more = {said: DynamicCache(config=model.config), "logits_to_keep": 1}
                     out = model(prompt, use_cache=True, **more)
@@ -104,7 +104,7 @@ class TestTheModel:
             model.__class__ = before
 
     @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-    @pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
+    @pytest.mark.filterwarnings("ignore:FlowKV (leaves this call|shares nothing)")
     def test_says_what_it_said(self, model: Any, implementation: str) -> None:
         model.set_attn_implementation(implementation)
         with attached(model):
@@ -234,7 +234,7 @@ class TestTheModel:
                 assert kind == "getstate" or twin.told == "made again"
 
         check()
-        with attached(model, revision="with a lock" if kind == "getstate" else ""):
+        with attached(model, revision="with a class of its own"):
             assert torch.equal(answer(model, ids), theirs)
             check()
         check()
@@ -343,10 +343,10 @@ class TestAChangedModel:
     Other modules, hooks, and weights written by numpy are in `test_identity`.
     """
 
-    def check(self, model: Any, change: Any, back: Any = None) -> None:
+    def check(self, model: Any, change: Any, back: Any = None, revision: str = "") -> None:
         ids = models.prompt(60)
         before = answer(model, ids)
-        with attached(model) as kv:
+        with attached(model, revision=revision) as kv:
             assert torch.equal(answer(model, ids), before)
             assert torch.equal(answer(model, ids), before)
             known = reused(kv)
@@ -398,6 +398,7 @@ class TestAChangedModel:
             model,
             lambda: setattr(layer.v_proj, "active_adapter", "b"),
             lambda: setattr(layer.v_proj, "active_adapter", "a"),
+            revision="adapted",
         )
 
     def test_by_an_adapter_that_the_model_names(self, model: Any) -> None:
@@ -406,7 +407,7 @@ class TestAChangedModel:
         adapted.__dict__["chosen"] = adapted.__dict__.pop("active_adapter")
         adapted.of = lambda: adapted.chosen
         model.active_adapters = lambda: [adapted.chosen]
-        self.check(model, lambda: setattr(adapted, "chosen", "b"))
+        self.check(model, lambda: setattr(adapted, "chosen", "b"), revision="adapted")
 
     def test_in_the_middle_of_a_sequence(self, model: Any) -> None:
         """Pages that old and new weights filled together are nobody's."""

@@ -167,19 +167,8 @@ def test_what_a_forward_made_first_is_set_by_hand(make: Make, edits: list[Edit])
     in_process(make, edits)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "attribute",
-        "tensor",
-        *(
-            pytest.param(k, marks=pytest.mark.thorough)
-            for k in ("setdefault", "defaultdict", "number")
-        ),
-    ],
-)
-def test_what_a_forward_makes_first_was_set_before(kind: str, tmp_path: Any) -> None:
-    ((make, edits),) = [case[1:] for case in LAZY if case[0] == kind]
+@each_lazy
+def test_what_a_forward_makes_first_was_set_before(make, edits, tmp_path) -> None:
     over_a_store(make, edits, f"{tmp_path}/kv:64MiB")
 
 
