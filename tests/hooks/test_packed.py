@@ -386,7 +386,7 @@ class _Crowded(_Mixing):
 
 def test_a_model_whose_prompts_mix_beside_each_other_is_found_out() -> None:
     model = models.causal("bloom")
-    with attached(model) as kv:
+    with attached(model, revision="crowded") as kv:
         assert make_runner_parts(model, kv).apart.together
         layer = model.transformer.h[2].mlp
         layer.dense_h_to_4h = _Crowded(layer.dense_h_to_4h)
