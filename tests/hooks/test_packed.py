@@ -384,13 +384,13 @@ class _Crowded(_Mixing):
         return torch.lerp(y, y.mean(0, keepdim=True), 0.5) if x.shape[1] > 1 else y
 
 
-def test_a_model_whose_prompts_mix_beside_each_other_is_found_out() -> None:
-    model = models.causal("bloom")
+def test_a_model_whose_prompts_mix_beside_each_other_runs_apart() -> None:
+    model, prompts = models.causal("bloom"), _prompts()
+    layer = model.transformer.h[2].mlp
+    layer.dense_h_to_4h = _Crowded(layer.dense_h_to_4h)
+    wanted = _alone(model, prompts)
     with attached(model, revision="crowded") as kv:
-        assert make_runner_parts(model, kv).apart.together
-        layer = model.transformer.h[2].mlp
-        layer.dense_h_to_4h = _Crowded(layer.dense_h_to_4h)
-        assert not make_runner_parts(model, kv).apart.together
+        assert serve(make_runner_parts(model, kv).apart, prompts, NEW) == wanted
 
 
 def test_a_model_that_computes_with_its_mask_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
