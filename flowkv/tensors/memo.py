@@ -200,9 +200,9 @@ class Memo(Closing):
 
     def _identify(self) -> Identity:
         identity = Identity(self._target)
-        if identity.foreign:
+        if why := identity.foreign or identity.compiled * "parts of it are compiled":
             raise UnsupportedModelError(
-                f"{self.name} cannot be named by its content ({identity.foreign})",
+                f"{self.name} cannot be named by its content ({why})",
                 "Pass key='...', a name that you change whenever the computation changes",
             )
         return identity
