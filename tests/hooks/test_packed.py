@@ -18,6 +18,7 @@ from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
 from tests.hooks.serving import runner_of, serve
+from tests.hooks.tabled import as_library
 from tests.hooks.test_restore import restoring, stored
 from tests.inside import (
     CapacityError,
@@ -241,22 +242,12 @@ def test_what_a_changed_model_computes_is_not_published(name: str, change: str) 
         seen.close()
 
 
-class Scaled(torch.nn.Module):
-    """A module of somebody's own."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner, self.scale = inner, 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.scale
-
-
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_what_a_setting_changed_for_one_step_is_not_published(name: str) -> None:
     model, text = models.causal(name), models.prompt(70)[0].tolist()
     layer = model.model.layers[0] if name == "llama" else model.transformer.h[0]
-    layer.input_layernorm = scaled = Scaled(layer.input_layernorm).eval()
+    scaled = as_library().Times(layer.input_layernorm, model.config).eval()
+    layer.input_layernorm = scaled
     with attached(model) as kv:
         runner = runner_of(make_runner_parts(model, kv), kv)
         row = _open(runner, text)
