@@ -359,7 +359,7 @@ class _Mixing(torch.nn.Module):
 
 def test_a_model_whose_rows_mix_is_found_out() -> None:
     model = models.causal("llama")
-    with attached(model) as kv:
+    with attached(model, revision="mixing") as kv:
         assert make_runner_parts(model, kv).forward is not None
         layer = model.model.layers[2].self_attn
         layer.o_proj = _Mixing(layer.o_proj)
