@@ -288,11 +288,14 @@ def modes(*, own: bool = True) -> str:
     return ""
 
 
+TRANSFORM, TRACED = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
+
+
 def transformed() -> str:
     """Return why torch asks for more of a call than its results; "" if it does not."""
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    if TRANSFORM() is not None or forward_ad._current_level >= 0:
         return "a transform of torch.func or a forward derivative is wanted of it"
-    return "it is traced" if torch._C._is_tracing() else ""
+    return "it is traced" if TRACED() else ""
 
 
 def _helped(model: torch.nn.Module) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 
 from flowkv.cache.kv import KV, bind, drop_unproven, follow, forget_name, warn
 from flowkv.cache.sequence import Sequence
@@ -52,7 +53,15 @@ from flowkv.hooks.huggingface.rows import (
 )
 from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
-from flowkv.naming.identity import Identity, Proof, drawn, modes, transformed
+from flowkv.naming.identity import (
+    TRACED,
+    TRANSFORM,
+    Identity,
+    Proof,
+    drawn,
+    modes,
+    transformed,
+)
 from flowkv.policy.sparsify import Sparsifier
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "_prefill", "forward")
@@ -361,7 +370,9 @@ class ForwardHook:
         if isinstance(cache, PagedCache) and cache.stays():
             door: ForwardHook = cache.door or self
             wants_grad = torch.is_grad_enabled() and _wants_grad(door, model, given)
-            if door._model() is not model or wants_grad or transformed():
+            # As `transformed`, without a call in each step.
+            more = TRANSFORM() is not None or forward_ad._current_level >= 0 or TRACED()
+            if door._model() is not model or wants_grad or more:
                 with temporarily_clear_interpreter_stack():  # of transforms
                     cache.give_up(private=True)  # from here the model needs tensors of its own
                 if door.model is model:
