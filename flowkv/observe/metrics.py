@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from itertools import accumulate, repeat
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -59,147 +60,10 @@ class Metric(NamedTuple):
     maybe: bool
 
 
-# name | c(ounter), g(auge) or h(istogram) | labels | source | meaning
-#
-# The source `Event` counts events; `Event.field` adds up the field, sets it, or distributes its
-# values. A "?" means that 0.0 stands for nothing to measure. Metrics without a source are read on
-# demand.
-_TABLE = """
-requests_total | c | | Queued | Accepted requests
-request_prompt_tokens_total | c | | Queued.prompt_tokens | Prompt tokens of accepted requests
-requests_waiting | g | | EngineStep.waiting | Requests waiting for their first admission
-requests_aside | g | | EngineStep.aside | Preempted requests with pages in host memory
-admissions_total | c | resumed | Admitted | Requests that entered the batch; resumed: after \
-a preemption
-admitted_reused_tokens_total | c | resumed | Admitted.reused_tokens | Tokens reused at admission
-queue_seconds | h | resumed | Admitted.queued_s | Wait that ended with an admission
-preemptions_total | c | kept | Preempted | Preempted requests; kept: their pages went to host \
-memory, else they were dropped
-preempted_pages_total | c | kept | Preempted.pages | Device pages freed by preemptions
-preempted_bytes_total | c | kept | Preempted.n_bytes | Bytes copied to host memory by preemptions
-finished_total | c | reason | Finished | Finished requests: stop, length, cancelled, \
-deadline or failed
-finished_tokens_total | c | reason | Finished.new_tokens | New tokens of finished requests
-request_seconds | h | reason | Finished.seconds | From submission to the end
-ttft_seconds | h | reason | Finished.ttft_s? | From submission to the first new token
-tpot_seconds | h | reason | Finished.tpot_s? | Mean time of a further token of a request
-inter_token_seconds | h | | EngineStep.gaps_s | Time between two tokens of a row
-engine_steps_total | c | | EngineStep | Steps of engines
-engine_step_seconds | h | | EngineStep.seconds | Time of a whole engine step
-engine_model_seconds | h | | EngineStep.model_s | Time of the forward in a step
-engine_sampling_seconds | h | | EngineStep.sampling_s | Time of sampling in a step
-prefill_tokens_total | c | | EngineStep.prefill_tokens | Prompt tokens computed by engines
-decode_tokens_total | c | | EngineStep.decode_tokens | Computed tokens of decoding rows
-made_tokens_total | c | | EngineStep.made_tokens | New tokens of requests
-engine_rows | g | | EngineStep.rows | Rows of the last step
-engine_pages | g | | EngineStep.pages | Device pages in use by sequences in the last step
-engine_total_pages | g | | EngineStep.total_pages | All device pages
-tokens_seen_total | c | | | Prompt tokens looked up
-tokens_reused_total | c | | | Prompt tokens found in the cache
-open_sequences | g | | | Open sequences
-known_pages | g | | | Pages and states in the index, on devices and in tiers
-hits_total | c | tier | Hit | Prompts with a part found
-hit_tokens_total | c | tier | Hit.tokens | Prompt tokens found
-hit_bytes_total | c | tier | Hit.n_bytes | Bytes found; 0 on the device
-misses_total | c | | Miss | Prompts with a part found nowhere
-miss_tokens_total | c | | Miss.tokens | Prompt tokens found nowhere
-hinted_requests_total | c | | Hinted | Requests with `cache_control`
-hinted_read_tokens_total | c | | Hinted.read_tokens | Tokens before their last breakpoints, reused
-hinted_created_tokens_total | c | | Hinted.created_tokens | Such tokens that joined the cache
-hinted_dropped_total | c | | Hinted.dropped | Breakpoints of no effect
-restores_total | c | tier | Restored | Loads of prefixes
-restored_tokens_total | c | tier | Restored.tokens | Loaded tokens of prefixes
-restored_bytes_total | c | tier | Restored.n_bytes | Loaded bytes of prefixes
-restore_seconds | h | tier | Restored.seconds | From the beginning of a load to its end
-overlapped_restores_total | c | | RestoreEnded | Restores from both ends
-overlapped_restore_seconds | h | | RestoreEnded.seconds | From the beginning of a restore to its end
-restore_exposed_seconds | h | | RestoreEnded.exposed_s | Time of a restore in which the caller \
-waited for loads
-restore_computed_tokens_total | c | | RestoreEnded.computed_tokens | Tokens computed by restores
-restore_loaded_tokens_total | c | | RestoreEnded.loaded_tokens | Tokens loaded by restores
-restore_failed_loads_total | c | | RestoreEnded.failed | Failed loads, recomputed
-restore_spans_total | c | engine | RestoreSpan | Pieces of restores (counted if followed)
-restore_span_bytes_total | c | engine | RestoreSpan.n_bytes | Bytes of pieces of restores
-published_total | c | group | Published | Publications of full pages in the index
-published_tokens_total | c | group | Published.tokens | Tokens of published pages
-encodings_total | c | source target | Encoded | Encodings of full pages
-encoded_pages_total | c | source target | Encoded.pages | Encoded pages
-encoded_source_bytes_total | c | source target | Encoded.n_bytes_before | Page bytes before encoding
-encoded_bytes_total | c | source target | Encoded.n_bytes | Page bytes after encoding
-stores_total | c | tier | Stored | Answers of a tier that it has stored pages
-stored_pages_total | c | tier | Stored.pages | Pages written
-stored_bytes_total | c | tier | Stored.n_bytes | Bytes written
-store_seconds | h | tier | Stored.seconds | From the beginning of a write to its end
-evictions_total | c | tier reason | Evicted | Evictions by a tier: space, unused, \
-lease, quota, prefetch, overflow or close
-evicted_pages_total | c | tier reason | Evicted.pages | Evicted pages
-evicted_bytes_total | c | tier reason | Evicted.n_bytes | Bytes of evicted pages
-promotions_total | c | source tier | Promoted | Copies of pages to a faster tier
-promoted_pages_total | c | source tier | Promoted.pages | Pages copied to a faster tier
-promoted_bytes_total | c | source tier | Promoted.n_bytes | Bytes copied to a faster tier
-demotions_total | c | source tier | Demoted | Batches of pages moved to a slower tier to make room
-demoted_pages_total | c | source tier | Demoted.pages | Pages moved to a slower tier
-demoted_bytes_total | c | source tier | Demoted.n_bytes | Bytes moved to a slower tier
-defragmentations_total | c | device | Defragmented | Defragmentations of a pool
-defragmented_pages_total | c | device | Defragmented.pages | Pages moved within a pool
-defragmented_bytes_total | c | device | Defragmented.n_bytes | Bytes moved within a pool
-defragmented_slabs_total | c | device | Defragmented.slabs | Emptied slabs
-defragmentation_seconds | h | device | Defragmented.seconds | Time of moving pages within a pool
-fragmentation | g | device | Defragmented.fragmentation | Fragmentation after a defragmentation
-device_used_bytes | g | device | | Bytes of a pool in use
-device_capacity_bytes | g | device | | Bytes of a pool
-device_fragmentation | g | device | | Unused share of the bytes of occupied slabs, 0 to 1
-tier_used_bytes | g | tier | | Bytes held by a tier
-tier_capacity_bytes | g | tier | | Capacity of a tier; +Inf without a limit
-tier_answers | g | tier | | 1 if the tier accepts requests now, 0 if answers are overdue or it rests
-tier_breaker | g | tier state | | 1 for the present state of the breaker: closed, half-open or open
-tier_breaker_trips_total | c | tier | | Openings of the breaker of a remote tier
-tier_queued_bytes | g | tier | | Bytes queued for a transfer
-tier_in_flight_bytes | g | tier | | Bytes in transfer
-tier_loaded_bytes_total | c | tier | | Loaded bytes
-tier_refused_total | c | tier | | Frames damaged or of another kind
-tier_locked_frames | g | tier | | Encrypted frames of another secret in a directory at its opening
-tier_dropped_total | c | tier | | Pages not written, as the tier was too slow, away or full
-tier_unpaid_total | c | tier | | Pages not written, as loading them would take longer than computing
-tier_declined_total | c | tier | | Pages that left memory and were not written, by `admit`
-tier_load_bytes_per_second | g | tier | | Measured rate of loads
-tier_store_bytes_per_second | g | tier | | Measured rate of writes
-prefetch_used_bytes_total | c | tier | | Bytes prefetched from a tier, and used
-prefetch_wasted_bytes_total | c | tier | | Bytes prefetched from a tier, and evicted unused
-prefetch_precision | g | tier | | Used share of prefetched bytes, 0 to 1
-audited_pages_total | c | tier codec | Audited | Restored pages recomputed and compared
-audit_mismatches_total | c | | | Wrong audited pages
-audit_skipped_total | c | | | Sampled pages that could not be recomputed
-audit_worst | g | | | Greatest error of a sound page as a share of its bound
-failures_total | c | tier operation | Failed | Failed operations of a tier
-failed_items_total | c | tier operation | Failed.items | Items of failed operations
-quarantined_total | c | tier | Quarantined | Stored pages that failed their check
-remembered_calls_total | c | | Remembered | Calls of `flowkv.memo` functions
-remembered_rows_total | c | | Remembered.rows | Rows of calls of `flowkv.memo` functions
-remembered_found_rows_total | c | | Remembered.found | Known rows of such calls
-remembered_computed_rows_total | c | | Remembered.computed | Computed rows of such calls
-forgotten_total | c | tier | Forgotten | Erasures by another cache on a shared tier
-forgotten_blocks_total | c | tier | Forgotten.blocks | Blocks dropped after such erasures
-embedding_lookups_total | c | | RowsRead | Look-ups in embeddings on disk
-embedding_rows_total | c | | RowsRead.rows | Distinct rows looked up in embeddings on disk
-embedding_found_rows_total | c | | RowsRead.found | Rows found in memory
-embedding_read_bytes_total | c | | RowsRead.n_bytes | Bytes read for other rows
-weights_forwards_total | c | | WeightsRead | Forwards of models with streamed weights
-weights_units_total | c | | WeightsRead.units | Units of weights used by such forwards
-weights_found_units_total | c | | WeightsRead.found | Units in memory or on their way
-weights_read_bytes_total | c | | WeightsRead.n_bytes | Bytes read for all other units
-weights_blocked_seconds | h | | WeightsRead.seconds | Time that a forward waited for units
-steps_total | c | | StepPlanned | Planned forward passes (counted if followed)
-step_tokens_total | c | | StepPlanned.new_tokens | New tokens of planned forward passes
-step_rows | h | | StepPlanned.rows | Rows of a planned forward pass
-step_context_tokens | h | | StepPlanned.context_tokens | Context tokens of a planned forward pass
-warnings_total | c | code | Warned | Warnings
-"""
-
-
 def _table() -> Iterator[tuple[str, Metric]]:
     kinds: dict[str, Kind] = {"c": "counter", "g": "gauge", "h": "histogram"}
-    for line in _TABLE.strip().splitlines():
+    lines = Path(__file__).with_name("metrics.txt").read_text(encoding="utf-8").splitlines()
+    for line in [line for line in lines if not line.startswith("#")]:
         name, kind, labels, source, said = (cell.strip() for cell in line.split("|"))
         event, _, field = source.rstrip("?").partition(".")
         told = event, field, source.endswith("?")

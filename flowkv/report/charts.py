@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from xml.etree import ElementTree as ET
 
@@ -62,36 +63,7 @@ _MARKERS = dict(zip("os^DvPX*<>hp", "●■▲◆▼✚✖★◀▶⬢⬟", stri
 _SWATCH = "■"
 _LIGHT = {name: light for name, (light, _) in PALETTE.items()}
 _NAMES = {light: f"var(--{name})" for name, light in _LIGHT.items()}
-_STYLE = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "text.color": _LIGHT["ink"],
-    "font.family": "DejaVu Sans",
-    "font.size": 13,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.edgecolor": _LIGHT["line"],
-    "axes.facecolor": "none",
-    "axes.labelpad": 10,
-    "axes.labelcolor": _LIGHT["soft"],
-    "axes.titlesize": 13,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "figure.dpi": 72,
-    "figure.facecolor": "none",
-    "grid.color": _LIGHT["line"],
-    "lines.linewidth": 2.0,
-    "lines.markersize": 6,
-    "lines.markeredgewidth": 0,
-    "patch.linewidth": 0,
-    "xtick.color": _LIGHT["line"],
-    "xtick.labelcolor": _LIGHT["soft"],
-    "ytick.left": False,
-    "ytick.labelcolor": _LIGHT["soft"],
-}
+_STYLE = Path(__file__).with_name("charts.mplstyle")
 _drawing = threading.Lock()  # matplotlib's settings are global to the process
 
 
