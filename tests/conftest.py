@@ -24,6 +24,8 @@ from tests.inside import computation
 
 TESTS = Path(__file__).resolve().parent
 SECONDS = TESTS / "seconds.txt"
+BESIDE = 250.0, 160.0, 100.0
+"""Processor seconds of what .ci/run runs beside each third of the thorough tests."""
 POISON_LIMIT_BYTES = 64 << 20
 QUEUED = pytest.StashKey[object]()
 
@@ -200,7 +202,8 @@ def read_seconds() -> dict[str, list[float]]:
 @functools.cache
 def parts_of(parts: int, thorough: bool, among: tuple[str, ...]) -> dict[Path, int]:
     """Share the measured files below some paths among parts that take equally long."""
-    full, found = [0.0] * parts, dict[Path, int]()
+    thirds = thorough and parts == len(BESIDE)
+    full, found = [*BESIDE] if thirds else [0.0] * parts, dict[Path, int]()
     for path, row in sorted(read_seconds().items(), key=lambda one: (-one[1][thorough], one[0])):
         if row[thorough] and any(Path(path).is_relative_to(one) for one in among):
             least = full.index(min(full))

@@ -456,7 +456,7 @@ def test_parts_of_measured_files_take_equally_long(monkeypatch: pytest.MonkeyPat
     for chosen, among in (("", ["tests/a", "tests/b/test_9.py::test"]), ("--thorough", ["tests"])):
         option = SimpleNamespace(markexpr=command.SETS[chosen])
         config: Any = SimpleNamespace(option=option, args=among, getoption=lambda _: "2/3")
-        takes = [0.0] * 3
+        takes = [*conftest.BESIDE] if chosen else [0.0] * 3
         for path, row in seconds.items():
             part = conftest.part_of(conftest.TESTS / path, config)
             asked = chosen or path.startswith("a") or path == "b/test_9.py"
