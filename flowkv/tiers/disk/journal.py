@@ -21,7 +21,7 @@ import contextlib
 import os
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -224,8 +224,14 @@ def in_order(rows: Rows, capacity_bytes: int = UNBOUNDED) -> Rows:
     return rows if ordered else rows[np.argsort(seqs, kind="stable")]
 
 
-def newest(rows: Rows) -> NDArray[np.int64]:
-    """Return the indices of rows that still hold: the last of their key and of their slot."""
+def newest(rows: Rows, holds: Callable[[int], bool] | None = None) -> NDArray[np.int64]:
+    """Return the indices of rows that still hold: the last of their key and of their slot.
+
+    Args:
+        rows: Rows in order.
+        holds: Returns whether the slot of a row has its frame, for frames that share a slot: a
+            version that cannot read all records numbers its own from a lower one.
+    """
     order = range(len(rows))
     last = dict(zip(rows["key"].tolist(), order, strict=True))
     found: NDArray[np.int64] = np.sort(np.fromiter(last.values(), np.int64, len(last)))
@@ -237,8 +243,12 @@ def newest(rows: Rows) -> NDArray[np.int64]:
     stores = np.flatnonzero(stored)
     owner = dict(zip(slots[stores].tolist(), stores.tolist(), strict=True))
     owners = np.fromiter(map(owner.__getitem__, slots[found].tolist()), np.int64, len(found))
-    kept: NDArray[np.int64] = found[owners == found]
-    return kept
+    kept: NDArray[np.bool_] = owners == found
+    if holds is not None:
+        disputed = np.isin(slots[found], slots[found[~kept]])
+        kept[disputed] = [holds(row) for row in found[disputed].tolist()]
+    found = found[kept]
+    return found
 
 
 PAGE_BYTES = 4096
@@ -381,9 +391,11 @@ class Journal:
                 break
         if self._write:
             self._start_writing(size)
-        rows = in_order(sensible(np.frombuffer(b"".join(found), ROW)), most)
-        if len(rows):
-            self._next_seq = max(self._next_seq, int(rows["seq"].max()) + 1)
+        every = np.frombuffer(b"".join(found), ROW)
+        rows, seqs = in_order(sensible(every), most), every["seq"]
+        self.seq_seen(int(rows["seq"].max(initial=0)))
+        # Also above those of records that only another version can read.
+        self.seq_seen(int(seqs[seqs < _MOST_SEQ // 2].max(initial=0)))
         return rows
 
     def _read_pages(self, first: int, pages: list[memoryview]) -> bytes:

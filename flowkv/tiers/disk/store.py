@@ -551,7 +551,7 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 # Recovery of a disk tier's index: replay of the journal, or of the slots if it is lost.
 
-_KEY_AT = slice(40, 72)  # slice of a header
+_KEY_AT, _SEQ_AT = slice(40, 72), slice(224, 232)  # slices of a header
 _MOST_STRIPE_BYTES = 1 << 31  # largest stripe of a compressed frame that is checked in place
 
 
@@ -593,7 +593,7 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
         OSError: The files cannot be read.
     """
     rows = journal.read_new()
-    rows = rows[newest(rows)]
+    rows = rows[newest(rows, lambda row: in_slot(slabs, rows[row]))]
     if journal.lost:
         rows = rows_in_slots(slabs, envelope, journal.capacity_bytes)
         if len(rows):
@@ -604,6 +604,14 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
     index.rebuild(rows)
     slabs.occupy(rows["granules"], rows["number"])
     return rows
+
+
+def in_slot(slabs: Slabs, row: np.void) -> bool:
+    """Return whether the header in the slot of a row names its frame."""
+    page, slot = own_memory(GRANULE_BYTES), Slot(int(row["granules"]), int(row["number"]))
+    if slabs.reaches(slot, GRANULE_BYTES):
+        slabs.read(slot, page)
+    return bytes(page[_KEY_AT]) + page[_SEQ_AT] == row["key"].tobytes() + row["seq"].tobytes()
 
 
 _TENANTS_TRIED = 64
