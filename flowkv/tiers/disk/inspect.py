@@ -22,7 +22,6 @@ from flowkv.tiers.disk.store import (
     Slabs,
     check_frame,
     frames_in_slots,
-    in_slot,
     open_journal,
     packed_rows,
     rows_in_slots,
@@ -279,7 +278,7 @@ def reading(
         try:
             journal = open_journal(files, path, superblock, write=False)
             rows = journal.read_new()
-            index.rebuild(rows[newest(rows, lambda row: in_slot(slabs, rows[row]))])
+            index.rebuild(rows[newest(rows)])
         except FileNotFoundError:
             pass
         sound = journal is not None and not journal.lost
@@ -524,7 +523,7 @@ def _mend(path: Path, superblock: Superblock, envelope: Envelope) -> int:
             )
         there = sensible(packed_rows(frames))
         rows = in_order(np.concatenate([said, there]), journal.capacity_bytes)
-        rows = rows[newest(rows, lambda row: in_slot(slabs, rows[row]))]
+        rows = rows[newest(rows)]
         data = rows.tobytes()
         journal.rewrite(data[at : at + RECORD_BYTES] for at in range(0, len(data), RECORD_BYTES))
         return max(0, len(rows) - known)

@@ -21,7 +21,7 @@ import contextlib
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -224,14 +224,8 @@ def in_order(rows: Rows, capacity_bytes: int = UNBOUNDED) -> Rows:
     return rows if ordered else rows[np.argsort(seqs, kind="stable")]
 
 
-def newest(rows: Rows, holds: Callable[[int], bool] | None = None) -> NDArray[np.int64]:
-    """Return the indices of rows that still hold: the last of their key and of their slot.
-
-    Args:
-        rows: Rows in order.
-        holds: Returns whether the slot of a row has its frame, for frames that share a slot: a
-            version that cannot read all records numbers its own from a lower one.
-    """
+def newest(rows: Rows) -> NDArray[np.int64]:
+    """Return the indices of rows that still hold: the last of their key and of their slot."""
     order = range(len(rows))
     last = dict(zip(rows["key"].tolist(), order, strict=True))
     found: NDArray[np.int64] = np.sort(np.fromiter(last.values(), np.int64, len(last)))
@@ -243,12 +237,20 @@ def newest(rows: Rows, holds: Callable[[int], bool] | None = None) -> NDArray[np
     stores = np.flatnonzero(stored)
     owner = dict(zip(slots[stores].tolist(), stores.tolist(), strict=True))
     owners = np.fromiter(map(owner.__getitem__, slots[found].tolist()), np.int64, len(found))
-    kept: NDArray[np.bool_] = owners == found
-    if holds is not None:
-        disputed = np.isin(slots[found], slots[found[~kept]])
-        kept[disputed] = [holds(row) for row in found[disputed].tolist()]
-    found = found[kept]
-    return found
+    kept: NDArray[np.int64] = found[owners == found]
+    return kept
+
+
+def numbered_apart(rows: Rows) -> bool:
+    """Return whether records of one slot, as they lie in a file, do not count upwards.
+
+    A version that cannot read all records counts from a lower number than the others.
+    """
+    slots = (rows["number"] << np.uint64(23)) ^ rows["granules"]
+    order = np.argsort(slots, kind="stable")
+    order = order[rows["op"][order] == STORED]
+    slots, seqs = slots[order], rows["seq"][order]
+    return bool(((slots[1:] == slots[:-1]) & (seqs[1:] < seqs[:-1])).any())
 
 
 PAGE_BYTES = 4096
@@ -329,6 +331,7 @@ class Journal:
         count: Records in the file, dead ones included.
         bad_pages: Damaged pages read so far.
         sound_pages: Whole pages read so far; a journal has at least one, even of an empty store.
+        mixed: Whether records that were read were numbered apart.
         capacity_bytes: Capacity of the store.
 
     Raises:
@@ -346,7 +349,7 @@ class Journal:
     ) -> None:
         self.count = self.bad_pages = self.sound_pages = 0
         self._files, self._path, self._store_id, self._write = files, path, store_id, write
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes, self.mixed = capacity_bytes, False
         self._fd = files.open(path, write=write)
         self._pages: dict[int, list[bytes]] = {0: []}  # the tail, and pages not on the disk yet
         self._torn = False  # whether a write failed, so that other records may be in the file
@@ -392,7 +395,8 @@ class Journal:
         if self._write:
             self._start_writing(size)
         every = np.frombuffer(b"".join(found), ROW)
-        rows, seqs = in_order(sensible(every), most), every["seq"]
+        good, seqs = sensible(every), every["seq"]
+        rows, self.mixed = in_order(good, most), self.mixed or numbered_apart(good)
         self.seq_seen(int(rows["seq"].max(initial=0)))
         # Also above those of records that only another version can read.
         self.seq_seen(int(seqs[seqs < _MOST_SEQ // 2].max(initial=0)))

@@ -593,20 +593,21 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
         OSError: The files cannot be read.
     """
     rows = journal.read_new()
-    rows = rows[newest(rows, lambda row: in_slot(slabs, rows[row]))]
+    if journal.mixed:
+        rows = rows[[row["op"] == DELETED or _in_slot(slabs, row) for row in rows]]
+    rows = rows[newest(rows)]
     if journal.lost:
         rows = rows_in_slots(slabs, envelope, journal.capacity_bytes)
-        if len(rows):
-            journal.seq_seen(int(rows["seq"].max()))
-            index.rebuild(rows)
-            journal.rewrite(index.lines())
+        journal.seq_seen(int(rows["seq"].max(initial=0)))
     rows = within(slabs, rows)
     index.rebuild(rows)
+    if journal.mixed or (journal.lost and len(rows)):
+        journal.rewrite(index.lines())
     slabs.occupy(rows["granules"], rows["number"])
     return rows
 
 
-def in_slot(slabs: Slabs, row: np.void) -> bool:
+def _in_slot(slabs: Slabs, row: np.void) -> bool:
     """Return whether the header in the slot of a row names its frame."""
     page, slot = own_memory(GRANULE_BYTES), Slot(int(row["granules"]), int(row["number"]))
     if slabs.reaches(slot, GRANULE_BYTES):
