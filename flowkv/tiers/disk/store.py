@@ -612,7 +612,8 @@ def _in_slot(slabs: Slabs, row: np.void) -> bool:
     page, slot = own_memory(GRANULE_BYTES), Slot(int(row["granules"]), int(row["number"]))
     if slabs.reaches(slot, GRANULE_BYTES):
         slabs.read(slot, page)
-    return bytes(page[_KEY_AT]) + page[_SEQ_AT] == row["key"].tobytes() + row["seq"].tobytes()
+    named: bytes = row["key"].tobytes() + row["seq"].tobytes()
+    return bytes(page[_KEY_AT]) + bytes(page[_SEQ_AT]) == named
 
 
 _TENANTS_TRIED = 64
