@@ -444,6 +444,7 @@ if TYPE_CHECKING:
     )
     from flowkv.sim.restore import Decoder
     from flowkv.sim.trace import hints_of, next_turns, read_npz, wide
+    from flowkv.tensors import embedding
     from flowkv.tensors import weights as weights_module
     from flowkv.tensors.checkpoint import Checkpoint
     from flowkv.tensors.embedding import KNOWN_BYTES as ROW_KNOWN_BYTES

@@ -1163,7 +1163,8 @@ class KV:
         if tokens is None:
             with self._probe((), tenant, salts) as seq:
                 mine = erasure.Realm(seq.tenant, seq.namespace)
-                blocks = {id(b): b for b in store.index if mine.holds(b)}
+                own = (b for b in store.index if mine.holds(b) and b.kind in ("page", "state"))
+                blocks = {id(block): block for block in own}
         for prompt in () if tokens is None else _prompts(tokens):
             with self._probe(prompt, tenant, salts) as seq:
                 known = [*self.restorer.known_blocks(seq), *self.snapshots.known_states(seq)]

@@ -69,7 +69,7 @@ class TierCopies:
         moving = self._mover.on_the_way(block.key, number) if block.going >> number & 1 else None
         if moving is not None:
             return moving.store.body.nbytes
-        layouts = self._forms[block.group].layouts
+        layouts = self._forms[block.group].layouts if block.group < len(self._forms) else {}
         if known := layouts.get(block.codecs >> 4 * number & UNKNOWN):
             return known.page_bytes
         return max([layouts[c].page_bytes for c in self.codecs(block, number)], default=0)

@@ -101,6 +101,17 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     return os.fdopen(open_descriptor(path), "rb")
 
 
+def remove_left(path: Path) -> None:
+    """Remove a file, unless it is new, or locked by its writer."""
+    with (
+        suppress(OSError),
+        os.fdopen(open_descriptor(path, os.O_WRONLY, follow=False), "wb") as file,
+    ):
+        young = time.time() - path.stat().st_mtime < _YOUNG_S  # perhaps not locked yet
+        if not young and lock_byte(file.fileno(), 0, fcntl.F_WRLCK):
+            path.unlink()
+
+
 def open_beside(path: Path, mode: int = 0o666) -> tuple[Path, BinaryIO]:
     """Open a new file that will replace another one; remove those of writers that were killed.
 
@@ -109,12 +120,7 @@ def open_beside(path: Path, mode: int = 0o666) -> tuple[Path, BinaryIO]:
     """
     own = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.part")
     for name in filter(own.fullmatch, os.listdir(path.parent)):
-        with suppress(OSError):
-            left = path.with_name(name)
-            with os.fdopen(open_descriptor(left, os.O_WRONLY, follow=False), "wb") as file:
-                young = time.time() - left.stat().st_mtime < _YOUNG_S  # perhaps not locked yet
-                if not young and lock_byte(file.fileno(), 0, fcntl.F_WRLCK):
-                    left.unlink()
+        remove_left(path.with_name(name))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.fdopen(os.open(temporary, flags, mode), "wb")

@@ -17,6 +17,7 @@ policy (`residency.Ledger`) decides row by row which ones stay, since hot rows a
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -28,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -38,7 +39,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.config import format_size, parse_size
 from flowkv.core.errors import ConfigError, StateError, StoreError
-from flowkv.core.files import MALFORMED, open_regular, replacing
+from flowkv.core.files import MALFORMED, lock_byte, open_regular, remove_left, replacing
 from flowkv.core.interrupts import cover, unbroken
 from flowkv.observe.events import Bus, Closing, RowsRead
 from flowkv.policy import make_policy
@@ -114,16 +115,19 @@ def write_table(disk: str | os.PathLike[str], parts: Iterable[torch.Tensor]) -> 
         folder.mkdir(parents=True, exist_ok=True)
         before = [one.name for one in folder.glob("table-*")]
         try:
-            described, digests = _write(folder / name, parts)
-            body = json.dumps(msgspec.to_builtins(described)).encode()
-            raw = MAGIC + len(body).to_bytes(4, "little") + body + digests.tobytes()
-            with replacing(folder / _MANIFEST) as file:
-                file.write(raw + xxhash.xxh3_128_digest(raw))
+            with (folder / name).open("xb") as table:
+                lock_byte(table.fileno(), 0, fcntl.F_WRLCK)  # until the manifest names it
+                described, digests = _write(table, name, parts)
+                body = json.dumps(msgspec.to_builtins(described)).encode()
+                raw = MAGIC + len(body).to_bytes(4, "little") + body + digests.tobytes()
+                with replacing(folder / _MANIFEST) as file:
+                    file.write(raw + xxhash.xxh3_128_digest(raw))
         except BaseException:
             (folder / name).unlink(missing_ok=True)
             raise
         for old in before:  # files of an earlier table, or of a process that was killed
-            (folder / old).unlink(missing_ok=True)
+            if old != _read_manifest(folder)[0].table:  # of another writer, which ended later
+                remove_left(folder / old)
         FileIO().sync_directory(str(folder))
     except OSError as error:
         raise StoreError(
@@ -132,7 +136,9 @@ def write_table(disk: str | os.PathLike[str], parts: Iterable[torch.Tensor]) -> 
         ) from error
 
 
-def _write(path: Path, parts: Iterable[torch.Tensor]) -> tuple[_Description, NDArray[np.uint64]]:
+def _write(
+    file: BinaryIO, name: str, parts: Iterable[torch.Tensor]
+) -> tuple[_Description, NDArray[np.uint64]]:
     """Write a table's file to the device; return its description and its blocks' digests."""
     left, digests, rows = iter(parts), list[int](), 0
     first = next((part for part in left if len(part)), torch.empty(0, 0))
@@ -141,7 +147,7 @@ def _write(path: Path, parts: Iterable[torch.Tensor]) -> tuple[_Description, NDA
     width, dtype, size = first.shape[-1], str(first.dtype).removeprefix("torch."), first[0].nbytes
     count = max(1, ALIGNMENT // size)
     length = -(-count * size // ALIGNMENT) * ALIGNMENT
-    described = _Description(VERSION, path.name, 0, width, dtype, count, length)
+    described = _Description(VERSION, name, 0, width, dtype, count, length)
 
     def fitting() -> Iterator[torch.Tensor]:
         nonlocal rows
@@ -155,12 +161,11 @@ def _write(path: Path, parts: Iterable[torch.Tensor]) -> tuple[_Description, NDA
             rows += len(part)
             yield part
 
-    with path.open("xb") as file:
-        for block in _blocks(fitting(), described):
-            digests.append(xxhash.xxh3_64_intdigest(block, len(digests)))
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
+    for block in _blocks(fitting(), described):
+        digests.append(xxhash.xxh3_64_intdigest(block, len(digests)))
+        file.write(block)
+    file.flush()
+    os.fsync(file.fileno())
     return msgspec.structs.replace(described, rows=rows), np.array(digests, np.uint64)
 
 

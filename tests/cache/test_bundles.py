@@ -188,6 +188,21 @@ def test_another_process_finds_them_on_a_shared_tier(tmp_path: Path) -> None:
     other.close()
 
 
+def test_what_another_process_kept_is_evicted_and_not_exported(tmp_path: Path) -> None:
+    """Its length is unknown to a cache that was open before."""
+    here, there = (kv_over(SharedTier("kv", 32 << 20, directory=tmp_path)) for _ in range(2))
+    there.keep("adapter", weights())
+    assert equal(here.fetch("adapter"), weights())
+    for kv in (here, there):
+        said = kv.export(tmp_path / "pages")
+        assert (said.frames, said.missing) == (0, 0)
+    with here.lock:
+        stack = here.planner.store.stack
+        for block in list(here.planner.store.index):
+            stack.take_back(block, 0)
+    assert not len(here.planner.store.index)
+
+
 def test_where_no_room_is_they_are_not_kept() -> None:
     kv = kv_over(MemoryTier(1 << 20))
     assert not kv.keep("model", weights()) and kv.fetch("model") is None

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from tests.inside import (
     RowsRead,
     StateError,
     StoreError,
+    embedding,
     write_table,
 )
 
@@ -203,6 +205,41 @@ def test_damage_is_an_error_and_never_a_row(tmp_path: Path, seed: int) -> None:
     except StoreError as error:
         errors += "Delete the directory" in str(error)
     assert errors or kind == 3
+
+
+def test_two_writers_at_once_leave_a_table(tmp_path: Path) -> None:
+    """As processes that start together: one begins first and ends last."""
+    first, other = torch.ones(600, 64), torch.zeros(600, 64)
+
+    def parts() -> Iterator[torch.Tensor]:
+        yield first
+        (path,) = tmp_path.glob("table-*")
+        os.utime(path, (0, 0))
+        write_table(tmp_path, [other])
+        yield first
+
+    write_table(tmp_path, parts())
+    table = EmbeddingTable(tmp_path, host="1MiB")
+    assert torch.equal(table.all_rows(), torch.cat([first, first]))
+    table.close()
+
+
+def test_a_table_that_is_about_to_be_opened_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path, [torch.ones(10, 64)])
+    read = embedding._read_manifest
+
+    def slow(folder: Path) -> Any:
+        said = read(folder)
+        monkeypatch.undo()
+        write_table(tmp_path, [torch.zeros(10, 64)])
+        return said
+
+    monkeypatch.setattr(embedding, "_read_manifest", slow)
+    table = EmbeddingTable(tmp_path, host="1MiB")
+    assert torch.equal(table.all_rows(), torch.ones(10, 64))
+    table.close()
 
 
 def test_a_table_that_is_changed_under_it_is_noticed(tmp_path: Path) -> None:
@@ -413,6 +450,8 @@ def test_a_process_that_is_killed_leaves_the_old_table(tmp_path: Path) -> None:
     process.join()
     with EmbeddingTable(tmp_path / "t") as table:
         assert (table.all_rows() == 1).all()
+    for left in (tmp_path / "t").glob("table-*"):
+        os.utime(left, (0, 0))  # new ones may be in use
     write_table(tmp_path / "t", [torch.zeros(10, 64)])
     assert len(list((tmp_path / "t").iterdir())) == 2
     with EmbeddingTable(tmp_path / "t") as table:

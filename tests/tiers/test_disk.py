@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import random
 import select
@@ -391,6 +392,28 @@ def test_F11_another_format_is_moved_aside(tmp_path: Path, format_: int) -> None
     tier = DiskTier(tmp_path, MIB)  # and no second warning
     assert hits(tier, ["a", "b"]) == 1
     tier.close()
+
+
+def test_F11_a_move_aside_that_was_interrupted_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slab-00000003").write_bytes(b"a frame of another format")
+    write_superblock(FileIO(), tmp_path, Superblock(store="flowkv", format=99))
+    names, replace = FileIO.names, FileIO.replace
+    with monkeypatch.context() as broken:
+        broken.setattr(FileIO, "names", lambda *it: sorted(names(*it), reverse=True))
+
+        def once(files: FileIO, path: str, target: str, **how: bool) -> None:
+            replace(files, path, target, **how)
+            raise OSError(errno.EIO, "")
+
+        broken.setattr(FileIO, "replace", once)
+        with pytest.raises(StoreError):
+            DiskTier(tmp_path, MIB)
+    with pytest.warns(UserWarning, match="format 99"):
+        DiskTier(tmp_path, MIB).close()
+    (kept,) = tmp_path.glob("aside-*/slab-00000003")
+    assert kept.read_bytes() == b"a frame of another format"
 
 
 def test_F11_a_reader_of_another_format_is_empty(tmp_path: Path) -> None:

@@ -305,6 +305,17 @@ def test_records_are_read_in_the_order_of_their_numbers(seed: int, count: int) -
     assert journal.next_seq() == count + 1
 
 
+def test_numbers_are_above_those_of_records_that_another_version_reads() -> None:
+    files = MemoryFiles()
+    ours, other = record(3), record(500)
+    strange = Record(STORED, other.key, other.held._replace(integrity=99))
+    fd = files.open(PATH, write=True)
+    files.write(fd, [pack_page(0, STORE, map(pack_record, (strange, ours)))], 0)
+    journal = Journal(files, PATH, STORE, write=True)
+    assert read_new(journal) == [ours]
+    assert journal.next_seq() == 501
+
+
 def test_bytes_are_those_of_the_first_version() -> None:
     """So that its stores are read: a page behind the tail that it left there, and all before."""
     files = MemoryFiles()

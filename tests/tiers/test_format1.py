@@ -17,6 +17,7 @@ from tests.inside import (
     NH_128,
     XXH3_128,
     HostTier,
+    Journal,
     inspect,
     pack_header,
     repair,
@@ -24,6 +25,7 @@ from tests.inside import (
     transfer,
     verify_stripes,
 )
+from tests.inside import journal_Rows as Rows
 
 from .format1 import Format1Envelope, header_of
 from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, stored
@@ -89,6 +91,33 @@ def test_a_store_of_then_is_served(tmp_path: Path) -> None:
     assert kinds == {XXH3_128, NH_128}
     with closing(DiskTier(tmp_path, 16 << 20)) as tier:
         assert hits(tier, mixed, 65536) == 24
+
+
+def test_what_an_older_release_stored_between_is_served_and_erased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads no records of new frames: it counts from 1, and stores into the slots of those."""
+    with closing(DiskTier(tmp_path, 16 << 20)) as tier:
+        for _ in range(2):
+            tier.delete([key_of(name) for name in NAMES[:6]])
+            stored(tier, NAMES[:6], 65536)
+    read_all = Journal.read_new
+
+    def read_old(journal: Journal) -> Rows:
+        rows = read_all(journal)
+        journal._next_seq = 1
+        return rows[rows["integrity"] != NH_128]
+
+    with monkeypatch.context() as then:
+        then.setattr(Journal, "read_new", read_old)
+        old_store(tmp_path, NAMES[6:9])
+    with closing(DiskTier(tmp_path, 16 << 20)) as tier:
+        assert hits(tier, NAMES[6:9], 65536) == 3
+        assert tier.erase([key_of(NAMES[6])]) == 1
+    with closing(DiskTier(tmp_path, 16 << 20)) as tier:
+        assert {entry.key for entry in tier.scan()} == {key_of(name) for name in NAMES[7:9]}
+    there = b"".join(file.read_bytes() for file in tmp_path.glob("slab-*"))
+    assert body_of(NAMES[6], 65536)[:64] not in there
 
 
 def heads(path: Path) -> list[bytes]:

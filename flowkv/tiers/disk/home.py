@@ -325,7 +325,8 @@ class Home:
         while (aside := f"aside-{number}") in names:
             number += 1
         self._files.make_directory(str(self.path / aside))
-        for name in names:
+        # The superblock last: without it, files left by an interrupted move would be reused.
+        for name in sorted(names, key=SUPERBLOCK.__eq__):
             if _OURS.fullmatch(name) and name != LOCK and not name.startswith("aside-"):
                 self._files.replace(str(self.path / name), str(self.path / aside / name))
         moved = f"The old store was moved to {aside}; delete it when no other version needs it."

@@ -241,6 +241,18 @@ def newest(rows: Rows) -> NDArray[np.int64]:
     return kept
 
 
+def numbered_apart(rows: Rows) -> bool:
+    """Return whether records of one slot, as they lie in a file, do not count upwards.
+
+    A version that cannot read all records counts from a lower number than the others.
+    """
+    slots = (rows["number"] << np.uint64(23)) ^ rows["granules"]
+    order = np.argsort(slots, kind="stable")
+    order = order[rows["op"][order] == STORED]
+    slots, seqs = slots[order], rows["seq"][order]
+    return bool(((slots[1:] == slots[:-1]) & (seqs[1:] < seqs[:-1])).any())
+
+
 PAGE_BYTES = 4096
 RECORDS = 18
 CHARGE_BYTES = 228
@@ -319,6 +331,7 @@ class Journal:
         count: Records in the file, dead ones included.
         bad_pages: Damaged pages read so far.
         sound_pages: Whole pages read so far; a journal has at least one, even of an empty store.
+        mixed: Whether records that were read were numbered apart.
         capacity_bytes: Capacity of the store.
 
     Raises:
@@ -336,7 +349,7 @@ class Journal:
     ) -> None:
         self.count = self.bad_pages = self.sound_pages = 0
         self._files, self._path, self._store_id, self._write = files, path, store_id, write
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes, self.mixed = capacity_bytes, False
         self._fd = files.open(path, write=write)
         self._pages: dict[int, list[bytes]] = {0: []}  # the tail, and pages not on the disk yet
         self._torn = False  # whether a write failed, so that other records may be in the file
@@ -381,9 +394,12 @@ class Journal:
                 break
         if self._write:
             self._start_writing(size)
-        rows = in_order(sensible(np.frombuffer(b"".join(found), ROW)), most)
-        if len(rows):
-            self._next_seq = max(self._next_seq, int(rows["seq"].max()) + 1)
+        every = np.frombuffer(b"".join(found), ROW)
+        good, seqs = sensible(every), every["seq"]
+        rows, self.mixed = in_order(good, most), self.mixed or numbered_apart(good)
+        self.seq_seen(int(rows["seq"].max(initial=0)))
+        # Also above those of records that only another version can read.
+        self.seq_seen(int(seqs[seqs < _MOST_SEQ // 2].max(initial=0)))
         return rows
 
     def _read_pages(self, first: int, pages: list[memoryview]) -> bytes:

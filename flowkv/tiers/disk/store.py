@@ -551,7 +551,7 @@ def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 # Recovery of a disk tier's index: replay of the journal, or of the slots if it is lost.
 
-_KEY_AT = slice(40, 72)  # slice of a header
+_KEY_AT, _SEQ_AT = slice(40, 72), slice(224, 232)  # slices of a header
 _MOST_STRIPE_BYTES = 1 << 31  # largest stripe of a compressed frame that is checked in place
 
 
@@ -593,17 +593,27 @@ def recover(slabs: Slabs, journal: Journal, index: Index, envelope: Envelope) ->
         OSError: The files cannot be read.
     """
     rows = journal.read_new()
+    if journal.mixed:
+        rows = rows[[row["op"] == DELETED or _in_slot(slabs, row) for row in rows]]
     rows = rows[newest(rows)]
     if journal.lost:
         rows = rows_in_slots(slabs, envelope, journal.capacity_bytes)
-        if len(rows):
-            journal.seq_seen(int(rows["seq"].max()))
-            index.rebuild(rows)
-            journal.rewrite(index.lines())
+        journal.seq_seen(int(rows["seq"].max(initial=0)))
     rows = within(slabs, rows)
     index.rebuild(rows)
+    if journal.mixed or (journal.lost and len(rows)):
+        journal.rewrite(index.lines())
     slabs.occupy(rows["granules"], rows["number"])
     return rows
+
+
+def _in_slot(slabs: Slabs, row: np.void) -> bool:
+    """Return whether the header in the slot of a row names its frame."""
+    page, slot = own_memory(GRANULE_BYTES), Slot(int(row["granules"]), int(row["number"]))
+    if slabs.reaches(slot, GRANULE_BYTES):
+        slabs.read(slot, page)
+    named: bytes = row["key"].tobytes() + row["seq"].tobytes()
+    return bytes(page[_KEY_AT]) + bytes(page[_SEQ_AT]) == named
 
 
 _TENANTS_TRIED = 64

@@ -7,11 +7,11 @@ tier abandons a call that takes longer, and does not reuse its memory until it r
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple, Protocol, TypedDict
 
 from flowkv.core.clock import Clock
@@ -42,7 +42,8 @@ class Backend(Protocol):
     """Engine as a store of named byte strings.
 
     One that writes files under another name first has `sweep()` as well, which removes what is left
-    of those, of any age: an erasure calls it, and a store under way may fail by it.
+    of those, of any age: an erasure calls it, and a store under way may fail by it. It raises where
+    its directory is another one by now.
 
     Every failure is an `OSError`: `TimeoutError` after the time limit, `PermissionError` if the
     engine refuses and will refuse again (never retried), one with `errno.ENOSPC` if it is full,
@@ -134,14 +135,22 @@ class RemoteOptions(TypedDict, total=False):
     limits: RemoteLimits | None
 
 
-def sweep(folder: str | Path, unfinished: re.Pattern[str]) -> None:
+def sweep(root: str, folder: str, unfinished: re.Pattern[str], inode: int) -> None:
     """Remove the files of a folder whose names match.
 
+    Args:
+        root: A directory.
+        folder: Its folder, or ".".
+        unfinished: Pattern of the names.
+        inode: Number of the directory that was opened; a file system keeps it when mounted anew.
+
     Raises:
-        OSError: Some may still be there.
+        OSError: Some may still be there, as may frames: the directory was moved or unmounted.
     """
+    if os.stat(root).st_ino != inode:
+        raise OSError(errno.ESTALE, "another directory is in its place", root)
     with suppress(FileNotFoundError):
-        for entry in os.scandir(folder):
+        for entry in os.scandir(f"{root}/{folder}"):
             if unfinished.fullmatch(entry.name):
                 with suppress(FileNotFoundError):
                     os.unlink(entry)

@@ -204,9 +204,7 @@ class Mooncake:
         """
         keys = [self._key(name) for name in names]
         with self._use(timeout_s) as session:
-            codes = session.client.batch_remove(keys, True)
-        if failed := [code for code in codes if code not in (0, OBJECT_NOT_FOUND)]:
-            raise _failed(failed[0])
+            _check(session.client.batch_remove(keys, True), keys, {0, OBJECT_NOT_FOUND})
 
     def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
         """Return which objects the master lists; a read may still miss.
@@ -216,9 +214,7 @@ class Mooncake:
         """
         keys = [self._key(name) for name in names]
         with self._use(timeout_s) as session:
-            codes = session.client.batch_is_exist(keys)
-        if failed := [code for code in codes if code < 0]:
-            raise _failed(failed[0])
+            codes = _check(session.client.batch_is_exist(keys), keys, {0, 1})
         return [code == 1 for code in codes]
 
     def list(self, timeout_s: float) -> Iterator[Listed]:
@@ -325,6 +321,17 @@ def _read(client: Any, key: str, slot: ArenaSlot, offset: int) -> int:
 def _range(client: Any, key: str, slot: ArenaSlot, offset: int, n_bytes: int) -> int:
     counts = client.get_into_ranges([slot.address], [[key]], [[[0]]], [[[offset]]], [[[n_bytes]]])
     return int(counts[0][0][0])
+
+
+def _check(codes: list[int], keys: list[str], good: set[int]) -> list[int]:
+    """Return the codes of a call for many keys: a good one for each.
+
+    Raises:
+        OSError: Some are others, or missing.
+    """
+    if (failed := {*codes} - good) or len(codes) != len(keys):
+        raise _failed(min(failed, default=0))
+    return codes
 
 
 def _failed(code: int) -> OSError:

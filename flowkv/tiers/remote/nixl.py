@@ -60,6 +60,7 @@ class Nixl:
         self.name, self._lock = f"nixl://{self._directory}", threading.Lock()
         if not os.path.isdir(self._directory):
             raise StoreError(f"there is no directory {self._directory}", "Make or mount it first")
+        self._inode = os.stat(self._directory).st_ino
         self._agent_name = f"flowkv-{secrets.token_hex(8)}"
         try:
             self._agent: Any = nixl_agent(self._agent_name, nixl_agent_config(backends=[]))
@@ -138,7 +139,7 @@ class Nixl:
         Raises:
             OSError: Some may still be there.
         """
-        sweep(self._directory, _UNFINISHED)
+        sweep(self._directory, ".", _UNFINISHED, self._inode)
 
     def close(self) -> None:
         """Release the agent and its plug-in."""

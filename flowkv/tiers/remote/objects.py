@@ -172,6 +172,8 @@ class ObjectBackend:
         self._lock, self._ranges = threading.Lock(), True
         self._local = uri.startswith(("file:", "memory:"))
         self._store(RUNGS_S[0])
+        self._root = unquote(urlsplit(uri).path)
+        self._inode = os.stat(self._root).st_ino if uri.startswith("file:") else -1
 
     def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
         """Read a range: in several requests if it is long, else without a copy."""
@@ -217,8 +219,8 @@ class ObjectBackend:
         Raises:
             OSError: Some may still be there.
         """
-        if self._uri.startswith("file:"):
-            sweep(f"{unquote(urlsplit(self._uri).path)}/{FRAMES}", _UNFINISHED)
+        if self._inode >= 0:
+            sweep(self._root, FRAMES, _UNFINISHED, self._inode)
 
     def close(self) -> None:
         """Drop the clients; their connections end with them."""

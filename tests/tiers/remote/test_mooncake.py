@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from flowkv.testing import check_tier
 from flowkv.tiers import Load, Outcome, Store
 from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
 from tests.clock import wait_for
-from tests.inside import ConfigError
+from tests.inside import ConfigError, StoreError
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .servers_mooncake import MooncakeCluster, binary, mooncake_cluster
@@ -295,3 +296,23 @@ def test_a_client_is_not_torn_down_while_a_call_is_under_way(
         thread.join(EVER_S)
     assert client.closed and store._session is None
     store.close()
+
+
+@pytest.mark.parametrize("codes", [[], [0], [0, 2], [0, 0, 0]])
+def test_codes_that_do_not_fit_the_keys_prove_nothing(
+    monkeypatch: pytest.MonkeyPatch, codes: list[int]
+) -> None:
+    from tests.inside import mooncake
+
+    client: Any = FakeClient()
+    monkeypatch.setattr(Mooncake, "_set_up", lambda self: mooncake.MooncakeSession(client, 4 << 20))
+    with contextlib.closing(RemoteTier(Mooncake("mooncake://127.0.0.1:1"), limits=BRIEF)) as tier:
+        client.batch_remove = lambda keys, force: [0 for _ in keys]
+        client.batch_is_exist = lambda keys: codes
+        assert tier.contains([key_of(1), key_of(2)]) == [False, False]
+        with pytest.raises(StoreError, match="did not confirm that 2 frames are gone"):
+            tier.erase([key_of(1), key_of(2)])
+        client.batch_is_exist = lambda keys: [0 for _ in keys]
+        client.batch_remove = lambda keys, force: codes
+        with pytest.raises(StoreError, match="did not confirm"):
+            tier.erase([key_of(1), key_of(2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -338,6 +339,25 @@ def test_an_erasure_finds_what_a_killed_process_left(tmp_path: Path, erased: lis
     assert not any(found.name.startswith(key_of(1).hex()) for found in tier.backend.list(1.0))
     assert tier.erase([key_of(n) for n in erased]) == len(erased)
     assert not left.exists() and hits(tier, [0]) == 1 - len(erased)
+    tier.close()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_erasure_of_a_directory_that_is_elsewhere_is_not_proven(
+    tmp_path: Path, there: bool
+) -> None:
+    """As when it is not mounted any more: its frames may come back."""
+    tier = ObjectTier((tmp_path / "kv").as_uri())
+    stored(tier, [0])
+    (tmp_path / "kv").rename(tmp_path / "moved")
+    if there:
+        (tmp_path / "kv").mkdir()
+    with pytest.raises(StoreError, match="did not confirm"):
+        tier.erase([key_of(0)])
+    shutil.rmtree(tmp_path / "kv", ignore_errors=True)
+    (tmp_path / "moved").rename(tmp_path / "kv")
+    tier.erase([])
+    assert not any(tier.backend.list(1.0))
     tier.close()
 
 
