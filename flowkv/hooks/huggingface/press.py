@@ -331,9 +331,7 @@ class _Given(dict[str, Any]):
     """Arguments of an attention layer, whose cache presses read as `past_key_values`."""
 
     def __missing__(self, name: str) -> Any:
-        if name == "past_key_values":
-            return self["cache"]  # as transformers calls it from 5.24 on
-        raise KeyError(name)
+        return self[{"past_key_values": "cache"}[name]]  # its name from transformers 5.24 on
 
 
 @contextmanager
