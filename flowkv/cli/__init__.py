@@ -1,4 +1,4 @@
-"""The `flowkv` command: demo, generate, inspect, scrub, doctor, sim, bench.
+"""The `flowkv` command, with a verb for each task.
 
 Results go to standard output, everything else to standard error; `--json` prints exactly one JSON
 value. Exit status: 0 done, 1 a negative result (tokens differ, frames are damaged, a target is

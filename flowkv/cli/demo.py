@@ -28,7 +28,7 @@ def add_verb(verb: AddVerb) -> None:
     trace_argument(parser)
     parser.option("--context", "N", "tokens of the longest prompt", type=count)
     for name, (tiny, other, of) in _AMOUNTS.items():
-        about = f"of {of}; default {tiny}, with --model {other}"
+        about = f"of {of}; default {tiny}, or {other} with --model"
         parser.option(f"--{name.replace('_', '-')}", "N", about, type=count)
 
 

@@ -39,18 +39,23 @@ EXTRAS = {  # extra -> (distribution, oldest version, purpose)
     "cli": ("rich", "13", "tables and progress bars"),
     "aead": ("cryptography", "47", "encrypted frames"),
     "object": ("obstore", "0.6", "object storage"),
-    "redis": ("redis", "5", "Redis and Valkey"),
-    "mooncake": ("mooncake-transfer-engine", "0.3", "Mooncake Store"),
+    "redis": ("redis", "5.3", "Redis and Valkey"),
+    "mooncake": ("mooncake-transfer-engine", "0.3.13", "Mooncake Store"),
     "nixl": ("nixl", "1.5", "directories through NIXL"),
     "report": ("matplotlib", "3.10", "reports as HTML"),
     "metrics": ("prometheus-client", "0.20", "Prometheus metrics"),
     "otel": ("opentelemetry-api", "1.25", "OpenTelemetry metrics and spans"),
+    "serve": ("uvicorn", "0", "flowkv serve"),
+    "events": ("pyzmq", "26", "events of engines"),
+    "ray": ("ray", "2.49", "replicas of Ray Serve"),
+    "smollm2": ("gguf", "0.10", "the model smollm2"),
+    "testing": ("hypothesis", "6.130", "checks of your own policies and tiers"),
 }
 _CORE = {  # distribution -> oldest version
     "torch": "2.11",
     "numba": "0.61",
     "numpy": "2.0",
-    "msgspec": "0.19",
+    "msgspec": "0.21",
     "zstandard": "0.23",
     "xxhash": "3.5",
 }
@@ -187,12 +192,8 @@ def _gpu() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(number)
         capability = f"{about.major}.{about.minor}"
         text = f"{about.name}, {format_size(free)} of {format_size(total)} free, sm {capability}"
-        data: dict[str, object] = {
-            "name": about.name,
-            "total_bytes": total,
-            "free_bytes": free,
-            "capability": capability,
-        }
+        data: dict[str, object] = {"name": about.name, "capability": capability}
+        data |= {"total_bytes": total, "free_bytes": free}
         yield Finding(f"GPU {number}", "ok", text, data=data)
 
 
@@ -281,12 +282,8 @@ def _disk(directory: Path) -> Iterator[Finding]:
     while not place.exists() and place != place.parent:
         place = place.parent
     usage, kind = shutil.disk_usage(place), _file_system(place)
-    data: dict[str, object] = {
-        "directory": str(place),
-        "file_system": kind,
-        "free_bytes": usage.free,
-        "total_bytes": usage.total,
-    }
+    data: dict[str, object] = {"directory": str(place), "file_system": kind}
+    data |= {"free_bytes": usage.free, "total_bytes": usage.total}
     free, total = format_size(usage.free), format_size(usage.total)
     text = f"{free} of {total} free at {place}" + (f" ({kind})" if kind else "")
     advice = ""
@@ -319,10 +316,7 @@ def _io_uring() -> Iterator[Finding]:
     data: dict[str, object] = {"available": code == 0, "errno": code, "kernel": kernel}
     why, advice = {
         0: (f"available (kernel {kernel})", ""),
-        errno.ENOSYS: (
-            "not part of this kernel",
-            "Linux 5.1 or newer has it; threads do the work without",
-        ),
+        errno.ENOSYS: ("not part of this kernel", "Linux 5.1 has it; threads work without"),
         errno.EPERM: ("forbidden here", _ALLOW_IO_URING),
         errno.EACCES: ("forbidden here", _ALLOW_IO_URING),
     }.get(code, (f"does not work here ({os.strerror(code)})", ""))

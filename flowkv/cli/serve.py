@@ -21,7 +21,8 @@ def add_verb(verb: AddVerb) -> None:
     about = "folder or Hugging Face id of a causal language model, or smollm2"
     parser.add_argument("model", metavar="PATH_OR_ID", help=about)
     about = "options of `transformers serve`, as --port 8000"
-    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help=about)
+    rest = parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help=about)
+    rest.required = False  # or the error about a missing model names it, too
 
 
 def _serve(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:

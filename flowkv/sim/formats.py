@@ -529,8 +529,8 @@ def read_trace(path: str | Path) -> Trace:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"there is no file {path} that can be read ({error})",
-            "Name a trace, or use flowkv.sim.generate",
+            f"the trace {path} cannot be read ({getattr(error, 'strerror', None) or error})",
+            "Correct the path, or name a generator: `flowkv sim replay --help` lists them",
         ) from error
     with file:
         if zipfile.is_zipfile(file):

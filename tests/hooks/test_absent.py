@@ -16,10 +16,7 @@ from tests.inside import PagedCache
 from . import matrix, models
 from .compare import assert_same, attached, generate, reused
 
-pytestmark = [
-    pytest.mark.skipif(models.OLD, reason="another cache"),
-    pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated"),
-]
+pytestmark = pytest.mark.skipif(models.OLD, reason="another cache")
 LAYER = 3
 """Number of the layer that reads images."""
 

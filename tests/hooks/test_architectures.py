@@ -187,7 +187,6 @@ def test_known_prompts_are_reused(kind: str, name: str) -> None:
 
 
 @pytest.mark.usefixtures("all_is_loaded")
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 @pytest.mark.parametrize(
     "name", ["dory", pytest.param("inkling2_loop_text", marks=pytest.mark.thorough)]
 )

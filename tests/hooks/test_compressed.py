@@ -27,7 +27,6 @@ pytestmark = [
         NAME not in transformers.CONFIG_MAPPING, reason="no such model is installed"
     ),
     pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*padding changes"),
-    pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated"),
 ]
 
 

@@ -597,3 +597,24 @@ def test_the_library_s_own_presses_in_two_processes(tmp_path: Any) -> None:
     for turn in ("first", "again"):
         given = [sys.executable, "-c", REAL, f"{tmp_path}/kv:64MiB", turn]
         subprocess.run(given, check=True)
+
+
+@pytest.mark.parametrize("called", ["past_key_values", "cache"])
+def test_presses_read_the_cache_by_its_former_name(called: str) -> None:
+    """Transformers calls it `cache` from 5.24 on, and warns of the former name as an argument."""
+
+    class Layer(torch.nn.Module):
+        layer_idx = 0
+
+        def forward(self, hidden_states: Any, **given: Any) -> set[str]:
+            return set(given)
+
+    model, cache, read = torch.nn.Module(), DynamicCache(), []
+    model.self_attn = Layer()
+    model.self_attn.register_forward_hook(
+        lambda module, args, given, out: read.append(given["past_key_values"]), with_kwargs=True
+    )
+    with with_positions(model):
+        given = {"hidden_states": torch.zeros(1, 3, 4), called: cache}
+        assert model.self_attn(**given) == {called, "cache_position"}
+    assert read == [cache]

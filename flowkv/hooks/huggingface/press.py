@@ -327,16 +327,24 @@ def _twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
+class _Given(dict[str, Any]):
+    """Arguments of an attention layer, whose cache presses read as `past_key_values`."""
+
+    def __missing__(self, name: str) -> Any:
+        return self[{"past_key_values": "cache"}[name]]  # its name from transformers 5.24 on
+
+
 @contextmanager
 def with_positions(model: Any) -> Iterator[None]:
     """Pass `cache_position` to attention layers: kvpress 0.5 reads it, transformers dropped it."""
 
     def give(module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        hidden, cache = given.get("hidden_states"), given.get("past_key_values")
+        given = _Given(given)
+        hidden, cache = given.get("hidden_states"), given.get("past_key_values", given.get("cache"))
         if hidden is not None and cache is not None and given.get("cache_position") is None:
             past = cache.get_seq_length(module.layer_idx)
             columns = torch.arange(past, past + hidden.shape[1], device=hidden.device)
-            given = {**given, "cache_position": columns}
+            given["cache_position"] = columns
         return args, given
 
     layers = [module for name, module in model.named_modules() if name.endswith("self_attn")]

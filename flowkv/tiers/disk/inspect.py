@@ -258,7 +258,7 @@ def _superblock(path: Path) -> Superblock:
     if superblock is None:
         raise StoreError(
             f"there is no readable store in {path}",
-            "Name the directory given as disk:..., or open it once: that repairs a superblock",
+            "Name the directory given as disk=, or open it once: that repairs its superblock",
         )
     return superblock
 
