@@ -86,6 +86,14 @@ def test_runs_of_different_lengths_are_used_whole_or_not_at_all() -> None:
     assert one.rest(5, [0]) == {}
 
 
+def test_images_by_row_are_used_whole_or_not_at_all() -> None:
+    both, none = images(1, 2), torch.zeros(2, 3, 4, 4)  # of a row without images, which is padding
+    rows = [tokens(1, 99, 99, 2, 99, 99, 3), tokens(1, 2, 3, 4, 5, 6, 7)]
+    fill = Fill(rows, {"pixel_values": torch.stack([both, none])}, IDS)
+    assert not fill.exact
+    assert [fill.cut(base, [0, 0]) for base in (1, 4, 7)] == [0, 0, 0]
+
+
 def test_rows_share_what_is_theirs_alone() -> None:
     row = tokens(99, 99, 1)
     batch = Fill([row, row], {"pixel_values": images(1, 2)}, IDS)

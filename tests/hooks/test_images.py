@@ -294,3 +294,31 @@ def test_a_cache_with_tokens_says_so() -> None:
     with attached(model):
         found = generate(model, 2, input_ids=ids).past_key_values
         assert found.is_initialized == wanted.is_initialized
+
+
+@pytest.mark.skipif(not hasattr(transformers, "HiggsAudioV2Config"), reason="an older release")
+@torch.no_grad()
+def test_inputs_of_unknown_names_may_fill_tokens() -> None:
+    """Codes of audio fill placeholders in order: behind a known prefix, others are the first."""
+    marks = dict(audio_token_id=IMAGE, audio_delay_token_id=191, audio_bos_token_id=START)
+    config: Any = transformers.HiggsAudioV2Config(
+        **models.GROUPED, **marks, num_codebooks=2, codebook_size=64
+    )
+    model: Any = models.sharpen(transformers.HiggsAudioV2ForConditionalGeneration(config))
+    audio, codes = torch.full((1, 20), IMAGE), models.prompt(40, 8).remainder(64)
+    filled = dict(
+        audio_input_ids=codes[..., None].expand(-1, -1, 2),
+        audio_input_ids_mask=torch.ones(1, 40, dtype=torch.bool),
+        logits_to_keep=1,
+    )
+
+    def ask(middle: int) -> torch.Tensor:
+        ids = torch.cat([text(20, 1), audio, text(12, middle), audio, text(9, 2)], 1)
+        cache = DynamicCache(config=config)
+        return model(ids, past_key_values=cache, **filled).logits
+
+    wanted = [ask(3), ask(4)]
+    with attached(model) as kv:
+        for middle, theirs in ((3, wanted[0]), (4, wanted[1]), (4, wanted[1])):
+            assert torch.allclose(ask(middle), theirs, atol=1e-3)
+        assert reused(kv) > 0

@@ -28,7 +28,7 @@ from flowkv.core.keys import Salt
 from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
-from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, usual
+from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, is_plain, usual
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.press import Press, Pressing
 from flowkv.hooks.huggingface.probe import Alike, odd_type, probe, rows_alike, settle
@@ -538,7 +538,7 @@ class ForwardHook:
             paged.rows.noted = call.columns  # the sequences were opened with these ids
         if not self._begin(paged, call, call.columns - base):
             return given
-        left = call.skip(base, call.fill.rest(base, pads) if call.modal else None)
+        left = call.skip(base, call.fill.rest(base, pads) if call.fillers else None)
         if self.graphs is not None and call.columns - base <= self.graphs.most_new:
             self._replay(paged, ForwardCall(self.names, left))
         return left
@@ -598,7 +598,7 @@ class ForwardHook:
             return call.problem or _PADDING
         if self.plan.by_column and any(pads):
             return BY_COLUMN
-        if call.modal and self._crosses:
+        if call.fillers and self._crosses:
             return "layers of their own read its images"
         if problem := self._odd_tokens(call):
             return problem
@@ -679,7 +679,7 @@ class ForwardHook:
             raise StateError(
                 f"no cache for this prompt: {problem}", "Call generate without past_key_values"
             )
-        wait = bool(call.modal) or self.plan.stateful
+        wait = bool(call.fillers) or self.plan.stateful
         # What a press leaves of the prompt has pages of its own.
         most = 0 if isinstance(self.sparsifier, Press) else call.columns - max(1, self._asked)
         limits = ReuseLimits(most, care=care, wait=wait)
@@ -769,7 +769,7 @@ class ForwardHook:
 
     def _divides(self, call: ForwardCall) -> bool:
         """Return whether rows and spans of tokens of a call can be computed by themselves."""
-        plain = all(isinstance(v, (bool, int, float, str)) for v in call.condition.values())
+        plain = all(map(is_plain, call.condition.values()))
         return (plain or self.names.encoder) and self.alike_rows(call.rows) == "alike"
 
     def _watch(self, cache: PagedCache) -> None:

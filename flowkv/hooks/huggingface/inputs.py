@@ -285,15 +285,16 @@ class Fill:
         """Assign item i of the one tensor to run i; None if that is in doubt.
 
         It is certain if there are as many items as runs, all equally long: items of one tensor have
-        one shape and so give equally many features, which fill placeholders in order.
+        one shape and so give equally many features, which fill placeholders in order. In five
+        dimensions an item may be all images of a row, some of which the model skips as padding.
         """
         if len(self.inputs) != 1 or not self.runs:
             return None
         (value,) = self.inputs.values()
-        if not isinstance(value, torch.Tensor) or value.dim() < 3 or len(value) != len(self.runs):
+        if not isinstance(value, torch.Tensor) or value.dim() not in (3, 4):
             return None
         lengths = {(run.stop - run.first, run.token) for run in self.runs}
-        return list(value) if len(lengths) == 1 else None
+        return list(value) if len(value) == len(self.runs) and len(lengths) == 1 else None
 
     def _by_feature(self, placeholders: Mapping[str, int]) -> list[Any] | None:
         """Assign row i of a modality's features to its i-th placeholder, as `generate` does."""
@@ -378,6 +379,9 @@ _NEUTRAL = frozenset(
 _SPEECH = frozenset({"tokenizer", "assistant_tokenizer"})
 """Tokenizers that `generate` takes, for `stop_strings`, and passes to every forward."""
 
+_TIMES = frozenset({"second_per_grid_ts", "video_second_per_grid"})
+"""Inputs that positions alone depend on."""
+
 _PAST = "past_key_values"
 
 
@@ -388,6 +392,7 @@ class Names:
         parameters: Parameters of its forward, in order, with their defaults.
         encoder: It has an encoder, so that the decoder's arguments are called `decoder_...`.
         placeholders: Token ids that images and the like replace, by name.
+        mixed: Prompts may hold more than text.
         ids: The token ids.
         mask: The padding mask.
         positions: The positions.
@@ -403,6 +408,7 @@ class Names:
         encodes = bool(getattr(config, "is_encoder_decoder", False))
         self.encoder = encodes and "decoder_input_ids" in self.parameters
         self.placeholders = placeholder_ids(config)
+        self.mixed = bool(self.placeholders or getattr(config, "sub_configs", None))
         # Models with `rope_deltas` count on from the end of whichever prompt they ran last.
         self.counts = not any("rope_deltas" in vars(module) for module in model.modules())
         names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
@@ -513,6 +519,14 @@ class ForwardCall:
         return self.positions is None and not self.names.counts
 
     @property
+    def fillers(self) -> dict[str, Any]:
+        """Return inputs that fill placeholders, or may do so, as their names are unknown."""
+        if self.names.encoder or not self.names.mixed:
+            return self.modal
+        more = {n: v for n, v in self.condition.items() if n not in _TIMES and not is_plain(v)}
+        return self.modal | more
+
+    @property
     def skippable(self) -> bool:
         """Return whether the caller needs no result of the tokens that a prefix cache skips."""
         return (
@@ -606,7 +620,7 @@ class ForwardCall:
         if ids.min() < 0 or ids.max() >= 1 << 32:
             raise TypeError("token ids out of range have no digest")
         tokens = [row[pad:].astype(np.uint32) for row, pad in zip(ids, pads, strict=True)]
-        self.fill = Fill(tokens, self.modal, self.names.placeholders)
+        self.fill = Fill(tokens, self.fillers, self.names.placeholders)
         types = {name: value.cpu().numpy() for name, value in self.types.items()}
         shifts = self.shifts(pads)
         found = []
@@ -650,7 +664,7 @@ class ForwardCall:
                 places = torch.arange(columns, self.columns, device=self.ids.device)
                 given[self.names.positions] = places[None]
         if modal is not None:
-            for name in self.modal:
+            for name in self.fillers:
                 del given[name]
             given.update(modal)
         return given
@@ -695,6 +709,11 @@ class ForwardCall:
         if self.problem or self.modal:
             return False
         return not (self.types and any(bool(value.any()) for value in self.types.values()))
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether an input is one number or text for all tokens of a batch."""
+    return isinstance(value, (bool, int, float, str))
 
 
 def _by_column(value: Any, columns: int) -> bool:

@@ -243,7 +243,7 @@ class Nested:
         whole = call.given.get(call.names.cache)
         self._paired = call.names.encoder or isinstance(whole, EncoderDecoderCache)
         names = call.names
-        own = {names.ids, names.mask, names.positions, names.cache, *call.modal, *call.types}
+        own = {names.ids, names.mask, names.positions, names.cache, *call.fillers, *call.types}
         self._given = {name: value for name, value in call.given.items() if name not in own}
         for name, value in (("use_cache", True), ("logits_to_keep", 1)):
             if name in names.parameters:
@@ -621,7 +621,7 @@ def extend(cache: PagedCache, call: ForwardCall) -> dict[str, Any]:
         call: The next chunk.
     """
     rows, kv = cache.rows, cache.rows.kv
-    if not call.skippable or call.ids is None or call.rows != len(rows.seqs):
+    if not call.skippable or call.fillers or call.ids is None or call.rows != len(rows.seqs):
         return call.given
     rows.flush()
     if rows.blind or not rows.usual(call.columns, call.positions) or not rows.trusted(rows):
