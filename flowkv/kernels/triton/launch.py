@@ -315,7 +315,7 @@ class Constants(NamedTuple):
         K_SCALES: Offset of the scales of K in a run.
         V_SCALES: Offset of the scales of V in a run.
         RUN: Stride from one KV head to the next.
-        STRIDE: Stride from one layer to the next.
+        STRIPE: Stride from one layer to the next.
         CODEC: Number of the pages' codec in `CODECS`.
         K_BITS: Bits of an element of K.
         V_BITS: Bits of an element of V.
