@@ -217,7 +217,7 @@ def test_files_of_one_name_are_told_apart(
     ("words", "said"),
     [
         (["chatt"], "Did you mean 'chat'?"),
-        (["none.jsonl"], "there is no file none.jsonl"),
+        (["none.jsonl"], "the trace none.jsonl cannot be read"),
         (["chat:speed=3"], "unknown field 'speed'"),
         (["chat:seed"], "Write options as seed=3"),
         (["chat", "--policy", "magic"], "no policy 'magic'. Use one of"),

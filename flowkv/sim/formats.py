@@ -528,8 +528,9 @@ def read_trace(path: str | Path) -> Trace:
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
+        where, why = (getattr(error, name, None) for name in ("filename", "strerror"))
         raise ConfigError(
-            f"the trace {path} cannot be read ({getattr(error, 'strerror', None) or error})",
+            f"the trace {where or path} cannot be read ({why or error})",
             "Correct the path, or name a generator: `flowkv sim replay --help` lists them",
         ) from error
     with file:
