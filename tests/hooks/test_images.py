@@ -329,6 +329,7 @@ def test_inputs_of_unknown_names_may_fill_tokens() -> None:
         assert torch.allclose(torch.stack(ours), torch.stack(theirs), atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
 @pytest.mark.parametrize("pool", ["64MiB", "200KiB"])
 @torch.no_grad()
 def test_images_in_doubt_are_computed_with_all_of_their_batch(pool: str, tmp_path: Path) -> None:
