@@ -520,7 +520,7 @@ class ForwardHook:
                     found = restoring.restore(found, nested)
                 found, blended = self._blended(found, call, nested, most)
                 found = self._placed(found, call, most, restoring)
-                if self.kv.config.overflow and most and not entire:
+                if self.kv.config.overflow and most and not entire and call.fill.divides:
                     found = go_ahead(nested, found, pads, most)
         except CapacityError as error:
             return self._pass(cache, given, error.problem, "capacity")
@@ -680,8 +680,10 @@ class ForwardHook:
                 f"no cache for this prompt: {problem}", "Call generate without past_key_values"
             )
         wait = bool(call.fillers) or self.plan.stateful
-        # What a press leaves of the prompt has pages of its own.
-        most = 0 if isinstance(self.sparsifier, Press) else call.columns - max(1, self._asked)
+        # What a press leaves of the prompt has pages of its own. Which inputs of unknown names a
+        # cache with tokens stands for, neither the model's `generate` nor `_go_on` can know.
+        apart = isinstance(self.sparsifier, Press) or call.fillers.keys() != call.modal.keys()
+        most = 0 if apart else call.columns - max(1, self._asked)
         limits = ReuseLimits(most, care=care, wait=wait)
         return self._paged(self._admit(call, pads, limits), call, pads)
 
@@ -701,7 +703,8 @@ class ForwardHook:
                 limits = limits._replace(wait=True)  # pages that do not fit are not loaded at all
             elif not self._holds(max(len(prompt.tokens) for prompt in prompts)):
                 most = 0  # nothing is loaded for a prompt that will not fit
-        limits = limits._replace(most=most, stateful=self.plan.stateful, fill=call.fill)
+        wait = limits.wait or not call.fill.divides
+        limits = ReuseLimits(most, self.plan.stateful, call.fill, limits.care, wait)
         return admit(self.kv, prompts, limits)
 
     def _lengths(self, call: ForwardCall | None = None, pads: Items[int] = ()) -> range | None:
@@ -993,9 +996,10 @@ class ForwardHook:
                 self.proof.finish()  # unproven pages may not be written to a disk
                 cache.rows.plan(columns)
         except CapacityError as error:
-            if any(seq.away or seq.dropped for seq in cache.rows.seqs):
+            lacks = any(seq.away or seq.dropped for seq in cache.rows.seqs)
+            if lacks and not whole:
                 raise  # a native cache cannot continue without the tokens that are away or dropped
-            kept = cache.rows.land()
+            kept = cache.rows.land() and not lacks
             if not whole:
                 refuse_lost(cache.rows)
             self._refuse(error.problem, "capacity")

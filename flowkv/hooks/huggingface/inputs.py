@@ -204,6 +204,11 @@ class Fill:
         self._parts = self._by_item() or self._by_feature(placeholders)
         self.exact = self._parts is not None
 
+    @property
+    def divides(self) -> bool:
+        """Return whether spans of single rows can be computed: their content is known."""
+        return not self.inputs or self.exact or (self.rows == 1 and bool(self.runs))
+
     def salts(self, row: int) -> list[Salt]:
         """Return the salts of a row's placeholder runs.
 
