@@ -15,6 +15,9 @@ from tests.inside import CURRENT
 
 P = list(range(1, 30))
 
+# An interrupt that meets a finalizer ends there: Python reports such errors, and goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 def story(kv: KV) -> None:
     seq = kv.open(P)
