@@ -316,7 +316,7 @@ def _io_uring() -> Iterator[Finding]:
     data: dict[str, object] = {"available": code == 0, "errno": code, "kernel": kernel}
     why, advice = {
         0: (f"available (kernel {kernel})", ""),
-        errno.ENOSYS: ("not part of this kernel", "Linux 5.1 has it; threads work without"),
+        errno.ENOSYS: ("not part of this kernel", "Use Linux 5.1 or newer; now threads do it"),
         errno.EPERM: ("forbidden here", _ALLOW_IO_URING),
         errno.EACCES: ("forbidden here", _ALLOW_IO_URING),
     }.get(code, (f"does not work here ({os.strerror(code)})", ""))

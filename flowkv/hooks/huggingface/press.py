@@ -331,7 +331,9 @@ class _Given(dict[str, Any]):
     """Arguments of an attention layer, whose cache presses read as `past_key_values`."""
 
     def __missing__(self, name: str) -> Any:
-        return self[{"past_key_values": "cache"}[name]]  # its name from transformers 5.24 on
+        if name != "past_key_values":
+            raise KeyError(name)
+        return self["cache"]  # its name from transformers 5.24 on
 
 
 @contextmanager
