@@ -153,6 +153,7 @@ def test_a_journal_that_believes_what_failed_writes_left_is_found(
     never = property(lambda self: False, lambda self, value: None)
     monkeypatch.setattr(Journal, "_torn", never, raising=False)
     monkeypatch.setattr(journal, "in_order", lambda rows, capacity_bytes: rows)
+    monkeypatch.setattr(journal, "numbered_apart", lambda rows: False)
     with pytest.raises(SimulationFailure, match=r"said not to be there|refused as damaged"):
         simulate(3, 200, ["full", "kill"])
 
