@@ -232,21 +232,26 @@ def drawn_part_of(item: pytest.Item, parts: int) -> int:
 
 
 class Seconds:
-    """Write the processor time of each file's tests, and of processes they wait for, to a table."""
+    """Write the processor time of each file's tests, and of processes they wait for, to a table.
+
+    Fast and thorough tests have columns of their own; one that did not run keeps its seconds.
+    """
 
     def __init__(self) -> None:
-        self.took = dict[str, list[float]]()
+        self.took = dict[tuple[str, bool], float]()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         before = os.times()
         result = yield
-        took = self.took.setdefault(str(item.path.relative_to(TESTS)), [0.0, 0.0])
-        took["thorough" in item.keywords] += sum(os.times()[:4]) - sum(before[:4])
+        key = str(item.path.relative_to(TESTS)), "thorough" in item.keywords
+        self.took[key] = self.took.get(key, 0.0) + sum(os.times()[:4]) - sum(before[:4])
         return result
 
     def pytest_sessionfinish(self) -> None:
-        head, rows = SECONDS.read_text().splitlines()[0], read_seconds() | self.took
+        head, rows = SECONDS.read_text().splitlines()[0], read_seconds()
+        for (path, column), took in self.took.items():
+            rows.setdefault(path, [0.0, 0.0])[column] = took
         lines = [
             f"{fast:.0f} {thorough:.0f} {path}"
             for path, (fast, thorough) in sorted(rows.items())
