@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -322,6 +323,39 @@ def test_import_does_no_work(module: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert done.stdout.strip() == ""
+
+
+IMPORTS = """
+import importlib, os, sys, torch, transformers, numba, flowkv
+for module in sys.argv[1:]:
+    before = len(os.listdir("/proc/self/task"))
+    try:
+        importlib.import_module(module)
+    except (ImportError, flowkv.FlowKVError):  # of an engine that is not installed
+        continue
+    if len(os.listdir("/proc/self/task")) > before:
+        print(module)
+"""
+
+
+LEFT_OUT = "__main__", ".mooncake"  # Mooncake has threads of its own
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_imports_start_no_thread() -> None:
+    """After threads of OpenMP began, a process that is forked waits in torch without end."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    modules = [name(path).removesuffix(".py").replace("/", ".") for path in files]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, *(m for m in modules if not m.endswith(LEFT_OUT))],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_helpers_skip_whole_modules_too() -> None:

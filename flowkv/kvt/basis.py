@@ -12,6 +12,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -35,18 +36,21 @@ COARSE_DEVIATION = 12.0
 of bytes, and may not fit one."""
 
 
-def _multiplies_bytes() -> bool:
-    """Return whether products of bytes are exact: oneDNN may be held to an older CPU."""
-    ones = torch.full((64, 64), 127, dtype=torch.int8, device="cpu")
+@cache
+def multiplies_bytes() -> bool:
+    """Return whether products of bytes are exact and fast.
+
+    Other CPUs add up pairs of them in 16 bits, and oneDNN may be held to an older CPU. The product
+    starts threads of OpenMP, so it is not made at import: forked processes would wait for them.
+    """
+    x = torch.full((64, 64), 127, dtype=torch.int8, device="cpu")
     try:
-        return bool((torch._int_mm(ones, ones) == 64 * 127**2).all())
+        return bool(torch.cpu._is_vnni_supported() and (torch._int_mm(x, x) == 64 * 127**2).all())
     except (AttributeError, RuntimeError):  # of an older torch
         return False
 
 
 _MOST_STEP = 1e18
-_EXACT_BYTES = getattr(torch.cpu, "_is_vnni_supported", bool)() and _multiplies_bytes()
-"""Whether products of bytes are exact and fast: other CPUs add up pairs of them in 16 bits."""
 _SHORT = (
     torch.bfloat16 if getattr(torch.cpu, "_is_avx512_bf16_supported", bool)() else torch.float32
 )
@@ -332,7 +336,7 @@ class BasisChunk:
             fine: Those of the others, i8.
         """
         base = torch.addmm(self.mean, coarse, self.coarse)
-        if _EXACT_BYTES and fine.shape[1]:
+        if fine.shape[1] and multiplies_bytes():
             return base, torch._int_mm(fine, self.fine)
         return base, (fine.float() @ self.fine.float()).int()  # whole numbers below 2**24, the same
 

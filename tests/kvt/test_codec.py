@@ -297,7 +297,7 @@ def test_bases_of_the_first_version_open() -> None:
 def test_products_of_bytes_are_those_of_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = decoded(CODER, CODED)
     for exact in (True, False):
-        monkeypatch.setattr(kvt_basis, "_EXACT_BYTES", exact)
+        monkeypatch.setattr(kvt_basis, "multiplies_bytes", lambda exact=exact: exact)
         assert decoded(CODER, CODED) == wanted
 
 
