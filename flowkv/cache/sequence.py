@@ -628,5 +628,4 @@ def _inherit_all() -> None:
         guard._inherit()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_all, after_in_parent=_let_all_go, after_in_child=_inherit_all)
+os.register_at_fork(before=_hold_all, after_in_parent=_let_all_go, after_in_child=_inherit_all)

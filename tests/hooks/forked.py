@@ -10,6 +10,7 @@ import copy
 import functools
 import gc
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -26,7 +27,6 @@ from tests.hooks import models
 from tests.hooks.compare import generate
 from tests.inside import PagedCache
 
-torch.set_num_threads(1)
 warnings.simplefilter("ignore", DeprecationWarning)
 
 
@@ -39,6 +39,7 @@ def in_child(work: Callable[[], None]) -> None:
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
+        signal.alarm(120)
         try:
             work()
         except Exception:
@@ -50,6 +51,7 @@ def in_child(work: Callable[[], None]) -> None:
 
 
 def run(case: str, directory: Path) -> None:
+    torch.set_num_threads(2 if case == "threaded" else 1)
     ids, longer = models.prompt(60), models.prompt(80)
     model = models.causal("falcon_h1" if case == "hybrid" else "llama")
     theirs, beyond = answer(model, ids), answer(model, longer)

@@ -335,6 +335,8 @@ def door_of(model: Any) -> ForwardHook | None:
 def _in_child() -> None:
     global _LOCK  # noqa: PLW0603 - the thread that held it does not exist in the child
     _LOCK = threading.Lock()
+    if _ATTACHED:  # their probes began threads of OpenMP, for which torch would wait here
+        torch.set_num_threads(1)
 
 
 os.register_at_fork(after_in_child=_in_child)
