@@ -20,6 +20,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import stat
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -300,16 +301,14 @@ class ErasureLog:
         try:
             fd, self._writable = self._descriptor()
         except OSError:
-            if anew and self._file != (0, 0):
-                self._replace()
+            self._do_without(anew)
             return
         self._fd, self._let_go = fd, weakref.finalize(self, os.close, fd)
         status = os.fstat(fd)
         self._file = status.st_dev, status.st_ino
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:  # others may write to it
             self.close()
-            if anew:
-                self._replace()
+            self._do_without(anew)
             return
         if self._look() is None or status.st_size != FILE_BYTES:
             self._mend()
@@ -325,11 +324,15 @@ class ErasureLog:
         except OSError:
             return open_descriptor(self.path, follow=False), False
 
-    def _replace(self) -> None:
-        """Remove the unusable file and open a new one, once."""
+    def _do_without(self, anew: bool) -> None:
+        """Replace the unusable file, once; or note that others may use it, if it is this user's."""
         with contextlib.suppress(OSError):
-            os.unlink(self.path)
-            self._open()
+            there = os.stat(self.path, follow_symlinks=False)
+            if anew:
+                os.unlink(self.path)
+                self._open()
+            elif stat.S_ISREG(there.st_mode) and there.st_uid == os.geteuid():
+                self._file = 0, 0  # so that it has changed at each look, until it can be opened
 
     def _lies(self) -> tuple[int, int]:
         """Return the device and inode of the file at the path; zeros if there is none."""

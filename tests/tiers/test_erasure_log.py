@@ -16,7 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.inside import MOST_KEYS, Erased, ErasureLog, StoreError, realm_name
+from tests.inside import (
+    MOST_KEYS,
+    Erased,
+    ErasureLog,
+    ErasureLogs,
+    StoreError,
+    erasure_log,
+    realm_name,
+)
 
 KEYS = [bytes([n]) * 32 for n in range(1, 8)]
 ALICE, BOB, MODEL, OTHER = (bytes([n]) * 32 for n in range(20, 24))
@@ -78,6 +86,32 @@ def test_what_is_erased_is_named_by_keys_and_by_realms() -> None:
         erased = Erased(realms=frozenset([realm_name(*realm)]))
         assert erased.covers(ALICE, MODEL) and not erased.covers(*others) and erased
     assert not Erased() and Erased(everything=True).covers(BOB, OTHER)
+
+
+# ---- a file that is there, and cannot be opened
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
+def test_what_is_erased_while_no_descriptor_is_left(
+    path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The cache took the log as none: it served erased pages, and stored while others erased."""
+    eraser = ErasureLog(path)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(erasure_log, "open_descriptor", refuse)
+        log = ErasureLog(path)
+        tell(eraser, KEYS[0])
+        assert log.changed() and log.news().everything and log.changed()
+        logs = ErasureLogs({0: log})
+        with logs.storing(log) as free:
+            assert not free
+    assert heard(log).everything
+    tell(eraser, KEYS[1])
+    assert heard(log).keys == {KEYS[1][:8]}
 
 
 # ---- what others hear

@@ -260,6 +260,7 @@ class Nodes:
         if not self.cluster:
             return [self._pools[""]]
         with self._connected() as client:
+            client.nodes_manager.initialize()  # servers may have come since the last look
             return [self._node(node) for node in client.get_primaries()]
 
     def drop_slot_map(self) -> None:
@@ -509,6 +510,9 @@ class Redis:
         replies = exchange(pool, requests, end_s)
         found = []
         for name, length, stamp in zip(names, replies[::2], replies[1::2], strict=True):
+            if str(stamp).startswith("WRONGTYPE"):
+                continue  # another program's list or set
+            stamp, length = self._checked(stamp), self._checked(length)
             if not isinstance(stamp, bytes) or len(stamp) != _STAMP.size:
                 continue
             if isinstance(length, int) and length > _STAMP.size:
