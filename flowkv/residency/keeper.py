@@ -356,9 +356,7 @@ class Keeper(Closing):
         with self._lock:
             self._swept(level, erased, meant)
 
-    def _swept(
-        self, level: _Level, erased: Erased, meant: Collection[bytes] | None = None
-    ) -> None:
+    def _swept(self, level: _Level, erased: Erased, meant: Collection[bytes] | None = None) -> None:
         level.sweeps -= 1
         self._drop(level, erased, set(level.book) if meant is None else meant)
 

@@ -290,8 +290,9 @@ class ErasureLog:
 
     def close(self) -> None:
         """Close the file and drop its locks."""
-        self._let_go()
         self._fd, self._writable = -1, False
+        with contextlib.suppress(OSError):  # the descriptor is gone all the same
+            self._let_go()
 
     # ---- the file
 

@@ -826,6 +826,11 @@ class DiskScheduler:
                 (wrote if flight.item.stores else read).append(flight)
             else:
                 self._syncing = False
+                if flight.error:  # it is that of all writes so far: the next sync may succeed
+                    flight.group, self._written = [*flight.group, *self._written], []
+                    for one, _ in self._flights.values():
+                        if any(item.stores for item in one.items):
+                            one.error = one.error or flight.error
                 self._finish_stores(flight.group, flight.error)
                 self._commit([])
         for one in stripes:

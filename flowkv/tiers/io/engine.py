@@ -419,7 +419,7 @@ Buffer = memoryview | bytearray | bytes
 
 
 class FileIO:
-    """Plain system calls. Every one may raise `OSError`; reads and writes may be short."""
+    """Plain system calls. All but `close` may raise `OSError`; reads and writes may be short."""
 
     def open(self, path: str, *, write: bool) -> int:
         """Open a regular file, creating it (for this user only) when `write`; never follow a link.
@@ -435,8 +435,9 @@ class FileIO:
         return fd
 
     def close(self, fd: int) -> None:
-        """Close a file descriptor."""
-        os.close(fd)
+        """Close a file descriptor, which is gone even if the system reports an error."""
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
     def size(self, fd: int) -> int:
         """Return the length of a file in bytes."""
@@ -562,7 +563,7 @@ class FileIO:
 
     def unlock(self, fd: int) -> None:
         """Release a lock by closing its descriptor."""
-        os.close(fd)
+        self.close(fd)
 
 
 def _flock(fd: int, *, patient: bool) -> bool:

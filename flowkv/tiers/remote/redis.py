@@ -401,7 +401,8 @@ class Redis:
             raise PermissionError(errno.EFBIG, "the frame is longer than a string may be")
         key, end_s = self._key(name), time.monotonic() + timeout_s
         value = b"".join((_STAMP.pack(time.time_ns()), data))
-        request = (b"SET", key, value, *self._options)
+        options = self._options if NAME.fullmatch(name) else ()  # erasures stay
+        request = (b"SET", key, value, *options)
         self._call(self._nodes.for_key(key), [request], end_s, lambda reply: reply == b"OK")
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:

@@ -42,9 +42,7 @@ def redis_key(name: object) -> bytes:
 
 
 @contextlib.contextmanager
-def two_nodes(
-    directory: Path, *, border: int = 8192
-) -> Iterator[tuple[RedisServer, RedisServer]]:
+def two_nodes(directory: Path, *, border: int = 8192) -> Iterator[tuple[RedisServer, RedisServer]]:
     """A cluster of two servers that share the slots, the first one the halves below a border."""
     options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
     with (
