@@ -300,12 +300,13 @@ class ErasureLog:
         """Open or make the file; an unusable one is left alone, or replaced if `anew`."""
         self._head, self._seen, self._file = b"", None, self._lies()
         try:
-            fd, self._writable = self._descriptor()
+            self._fd, self._writable = self._descriptor()
+            self._let_go = weakref.finalize(self, os.close, self._fd)
+            status = os.fstat(self._fd)
         except OSError:
+            self.close()
             self._do_without(anew)
             return
-        self._fd, self._let_go = fd, weakref.finalize(self, os.close, fd)
-        status = os.fstat(fd)
         self._file = status.st_dev, status.st_ino
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:  # others may write to it
             self.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import signal
 import stat
@@ -112,6 +113,22 @@ def test_what_is_erased_while_no_descriptor_is_left(
     assert heard(log).everything
     tell(eraser, KEYS[1])
     assert heard(log).keys == {KEYS[1][:8]}
+
+
+def test_a_file_that_is_gone_once_it_is_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on network file systems: the error reached the caller of `attach` or `open`."""
+    eraser, own, calls = ErasureLog(path), os.fstat, itertools.count()
+
+    def fstat(fd: int) -> os.stat_result:
+        if next(calls):  # the first one is that of the opening
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return own(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fstat)
+        log = ErasureLog(path)
+    tell(eraser, KEYS[0])
+    assert next(calls) > 1 and heard(log).everything
 
 
 # ---- what others hear
