@@ -7,10 +7,9 @@ id holds the granule (4 KiB) at which the page begins and, in the bits above, it
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from flowkv.core.geometry import (
     page_layout,
 )
 from flowkv.core.memory import own_memory, populate
+from flowkv.core.reaper import begin
 from flowkv.kernels.operands import sent
 from flowkv.policy.pages import Ladder, Occupancy, make_ladder
 from flowkv.tiers.base import FrameInfo
@@ -334,10 +334,7 @@ class PagePool:
         if self.device.type == "cpu" and used_bytes + ahead // 2 >= self._touched < size:
             first, self._touched = self._touched, min(used_bytes + ahead, size)
             part, wait_s = self.arena[first : self._touched], _TOUCH_LATER_S if first else 0.0
-            with suppress(RuntimeError):  # no thread can begin: the first write waits instead
-                threading.Thread(
-                    target=_first_touch, args=(part, wait_s), name="flowkv-memory", daemon=True
-                ).start()
+            begin(_first_touch, part, wait_s, name="flowkv-memory")  # or the first write waits
 
     def _change(self, granules: int, pages: int) -> None:
         self._vacant[granules] = self._vacant.get(granules, 0) + pages

@@ -22,6 +22,7 @@ from flowkv.connect import door
 from flowkv.connect.identity import fingerprint, identify
 from flowkv.core.errors import ConfigError, experimental
 from flowkv.core.keys import ROOT
+from flowkv.core.reaper import begin
 from flowkv.residency.keeper import open_keeper
 from flowkv.tiers.base import UNBOUNDED, FrameInfo, Load, Outcome, Store
 
@@ -120,7 +121,8 @@ class FlowKVL2Adapter(L2AdapterInterface):
         """Return a model's namespace; None while it is being computed, or if that failed."""
         if model not in self._namespaces:
             self._namespaces[model] = None
-            threading.Thread(target=self._meet, args=(model,), daemon=True).start()
+            if begin(self._meet, model, name="flowkv lmcache") is None:
+                return self._namespaces.pop(model)
         return self._namespaces[model]
 
     def _meet(self, model: str) -> None:

@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+
+from flowkv.core.reaper import begin as begin_thread
 
 _EVERY_S = 1.0
 """Interval between two reports."""
@@ -34,10 +36,8 @@ class ProgressLine:
             self._work[work] = describe
             if self._running:
                 return
-            thread = threading.Thread(target=self._run, name="flowkv-progress", daemon=True)
-            with suppress(RuntimeError):  # no thread can start: the work goes on without reports
-                thread.start()
-                self._running = True
+            # if no thread can start, the work goes on without reports
+            self._running = begin_thread(self._run, name="flowkv-progress") is not None
 
     def end(self, work: object, *, last: bool = True) -> None:
         """End the reports of work; a surplus end does nothing.

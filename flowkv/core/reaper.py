@@ -11,6 +11,17 @@ import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
+
+
+def begin(target: Callable[..., object], *args: Any, name: str) -> threading.Thread | None:
+    """Start a thread; return None if the system has none now, or the interpreter ends."""
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError):
+        return None
+    return thread
 
 
 class Reaper:
@@ -28,11 +39,7 @@ class Reaper:
     def start(self) -> None:
         """Start the thread, unless it runs."""
         if self._thread is None:
-            # the system has no thread: closing at exit must do
-            with contextlib.suppress(RuntimeError):
-                thread = threading.Thread(target=self._run, name="flowkv ends", daemon=True)
-                thread.start()
-                self._thread = thread
+            self._thread = begin(self._run, name="flowkv ends")  # or closing at exit must do
 
     def join(self, seconds: float) -> None:
         """Wait until the functions queued so far have run, for `seconds` at most."""

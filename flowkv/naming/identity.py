@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from flowkv.cache.kv import KV, drop_unproven
 from flowkv.core.errors import UnsupportedModelError
 from flowkv.core.keys import Namespace
+from flowkv.core.reaper import begin
 from flowkv.naming.computation import Walk, transformers
 from flowkv.naming.fingerprint import Weights
 
@@ -451,11 +452,8 @@ class Proof:
         if not stack.provisional or not any(map(stack.admission.outlives, range(len(stack.tiers)))):
             return
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=_read_on, args=(weakref.ref(self),), name="flowkv-weights", daemon=True
-            )
-            _READERS.add(self._thread)
-            self._thread.start()
+            self._thread = begin(_read_on, weakref.ref(self), name="flowkv-weights")
+            _READERS.update([self._thread] if self._thread else [])
 
     def step(self) -> bool:
         """Read a part of the weights if the model is idle; return whether pages may need more."""

@@ -27,7 +27,7 @@ from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StateError, StoreError
 from flowkv.core.keys import tenant_salt
-from flowkv.core.reaper import REAPER
+from flowkv.core.reaper import REAPER, begin
 from flowkv.observe.events import Bus, Closing, Evicted, Failed, Forgotten, Quarantined, Stored
 from flowkv.policy import Policy, make_policy
 from flowkv.policy.base import Lease
@@ -326,7 +326,7 @@ class Keeper(Closing):
             return self._enter(level)
         if now_s - level.scanned_s >= _RESCAN_S:
             level.scanned_s = now_s
-            threading.Thread(target=self._enter, args=(level,), daemon=True).start()
+            begin(self._enter, level, name="flowkv keeper")
         return False
 
     def _tenant(self, salt: bytes) -> int:
@@ -343,8 +343,8 @@ class Keeper(Closing):
                     self._drop(level, erased, erased.among(level.tier.scan()))
                 elif level.number != number or not erased.proven:
                     level.sweeps += 1
-                    sweep = threading.Thread(target=self._sweep, args=(level, erased), daemon=True)
-                    sweep.start()
+                    if begin(self._sweep, level, erased, name="flowkv keeper") is None:
+                        self._swept(level, erased)
 
     def _sweep(self, level: _Level, erased: Erased) -> None:
         """Scan a remote tier for erased frames and drop them; runs in a thread of its own."""
@@ -354,8 +354,11 @@ class Keeper(Closing):
         except Exception:  # a third-party client may raise anything: all known frames go
             _log.warning("the frames of %s cannot be scanned", level.tier.name, exc_info=True)
         with self._lock:
-            level.sweeps -= 1
-            self._drop(level, erased, set(level.book) if meant is None else meant)
+            self._swept(level, erased, meant)
+
+    def _swept(self, level: _Level, erased: Erased, meant: Collection[bytes] | None = None) -> None:
+        level.sweeps -= 1
+        self._drop(level, erased, set(level.book) if meant is None else meant)
 
     def _drop(self, level: _Level, erased: Erased, meant: Collection[bytes]) -> None:
         """Delete the erased frames of a tier and forget their keys; `meant` are those it lists."""
@@ -550,18 +553,24 @@ class Keeper(Closing):
             wanted.setdefault(nearest, []).append(_Flight(item))
         for nearest, flights in wanted.items():
             level = self._levels[nearest]
-            job = self._submit(level, level.tier.submit_load, flights)
-            level.left[job] = len(flights)
+            try:
+                job = self._submit(level, level.tier.submit_load, flights)
+            except MemoryError:
+                for flight in flights:
+                    self._answer(flight.item)
+            else:
+                level.left[job] = len(flights)
 
     def _submit(self, level: _Level, start: Callable[..., int], flights: Sequence[_Flight]) -> int:
         """Start a job of a tier, and the thread that fetches the tier's answers."""
         left_s = max(0.0, (flights[0].item.end_ns - self._clock.now_ns()) / 1e9)
+        if level.pump is None:
+            name = f"flowkv keeper {level.tier.name}"
+            level.pump = begin(_pump, weakref.ref(self), level, name=name)
+            if level.pump is None:
+                raise MemoryError("no thread can start")
         job = start([flight.item.operation for flight in flights], deadline_s=left_s)
         level.flights.update(((job, i), flight) for i, flight in enumerate(flights))
-        if level.pump is None:
-            name, whose = f"flowkv keeper {level.tier.name}", (weakref.ref(self), level)
-            level.pump = threading.Thread(target=_pump, args=whose, name=name, daemon=True)
-            level.pump.start()
         return job
 
     def _loaded(self, level: _Level, item: _Item, answer: TierAnswer) -> None:
@@ -628,10 +637,9 @@ class Keeper(Closing):
             questions.put((hold, key))
             if self._asker is None:
                 told = weakref.ref(self, lambda _: questions.put(None)), questions
-                self._asker = threading.Thread(
-                    target=_answer, args=told, name="flowkv ask", daemon=True
-                )
-                self._asker.start()
+                self._asker = begin(_answer, *told, name="flowkv ask")
+                if self._asker is None:
+                    hold.asked[key] = False
         return hold.asked[key]
 
     def _ask(self, asked: list[tuple[_Hold, bytes]]) -> None:

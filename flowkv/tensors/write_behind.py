@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from flowkv.core.interrupts import unbroken
+from flowkv.core.reaper import begin
 from flowkv.residency.keeper import Caller, Keeper
 from flowkv.tensors.nested import StoredRow
 from flowkv.tiers import FrameInfo, Store, TierAnswer
@@ -54,13 +55,10 @@ class WriteBehind:
         """Queue rows to be stored later, as far as there is room."""
         with self._changed:
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="flowkv memo", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # the system has no thread now
+                self._thread = begin(self._run, name="flowkv memo")
+                if self._thread is None:
                     self.dropped += len(rows)
                     return
-                self._thread = thread
             for key, row in rows.items():
                 full = self.pending_bytes + row.n_bytes > _PENDING_BYTES
                 if full or self._closing or key in self._fresh:

@@ -20,6 +20,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import stat
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -289,8 +290,9 @@ class ErasureLog:
 
     def close(self) -> None:
         """Close the file and drop its locks."""
-        self._let_go()
         self._fd, self._writable = -1, False
+        with contextlib.suppress(OSError):  # the descriptor is gone all the same
+            self._let_go()
 
     # ---- the file
 
@@ -298,18 +300,17 @@ class ErasureLog:
         """Open or make the file; an unusable one is left alone, or replaced if `anew`."""
         self._head, self._seen, self._file = b"", None, self._lies()
         try:
-            fd, self._writable = self._descriptor()
+            self._fd, self._writable = self._descriptor()
+            self._let_go = weakref.finalize(self, os.close, self._fd)
+            status = os.fstat(self._fd)
         except OSError:
-            if anew and self._file != (0, 0):
-                self._replace()
+            self.close()
+            self._do_without(anew)
             return
-        self._fd, self._let_go = fd, weakref.finalize(self, os.close, fd)
-        status = os.fstat(fd)
         self._file = status.st_dev, status.st_ino
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:  # others may write to it
             self.close()
-            if anew:
-                self._replace()
+            self._do_without(anew)
             return
         if self._look() is None or status.st_size != FILE_BYTES:
             self._mend()
@@ -325,11 +326,15 @@ class ErasureLog:
         except OSError:
             return open_descriptor(self.path, follow=False), False
 
-    def _replace(self) -> None:
-        """Remove the unusable file and open a new one, once."""
+    def _do_without(self, anew: bool) -> None:
+        """Replace the unusable file, once; or note that others may use it, if it is this user's."""
         with contextlib.suppress(OSError):
-            os.unlink(self.path)
-            self._open()
+            there = os.stat(self.path, follow_symlinks=False)
+            if anew:
+                os.unlink(self.path)
+                self._open()
+            elif stat.S_ISREG(there.st_mode) and there.st_uid == os.geteuid():
+                self._file = 0, 0  # so that it has changed at each look, until it can be opened
 
     def _lies(self) -> tuple[int, int]:
         """Return the device and inode of the file at the path; zeros if there is none."""

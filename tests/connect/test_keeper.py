@@ -112,6 +112,28 @@ def test_what_is_listed_is_what_a_load_finds() -> None:
     keeper.close()
 
 
+@pytest.mark.parametrize("kind", [HostTier, FarTier])
+def test_a_moment_without_threads_is_one_of_misses(
+    kind: type[HostTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error reached the caller, and the keeper never answered again."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    keeper = Keeper([host(8, kind=kind)], lru)
+    caller = keeper.caller()
+    stored(keeper.levels[0].tier, ["b"])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert outcomes(put(caller, ["a"])) == [("failed", "error")]
+        assert outcomes(get(caller, ["b"])) == [("miss", "")]
+        assert caller.lookup([key_of("c")], "request") == [False]
+    assert outcomes(put(caller, ["a"])) == [("stored", "")]
+    assert hits(caller, ["a", "b"]) == 2
+    keeper.close()
+
+
 @pytest.mark.parametrize("names", [[], ["a", "b"]], ids=["unused", "used"])
 def test_a_directory_of_a_keeper_that_is_garbage_is_taken_over(
     tmp_path: Path, names: list[str]

@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import platform
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,6 +134,27 @@ def test_F12_with_the_device(opened: Opener) -> None:
     tier = opened(durability="sync")
     stored(tier, range(20))
     assert hits(tier, range(20)) == 20
+    tier.close()
+
+
+def test_a_moment_without_threads_costs_its_stores(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error reached the caller; nothing was answered from then on, nor could it be closed."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    tier = opened()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        tier.bind(key_of("namespace"), "a model")
+        job = tier.submit_store([Store(key_of(0), info_of(8192), memoryview(bytes(8192)))])
+        ((outcome, reason),) = outcomes(answers(tier, job, 1))
+    assert (outcome, reason) in (("stored", ""), ("failed", "memory"), ("failed", "ENOMEM"))
+    assert tier.contains([key_of(0)]) == [not reason]
+    stored(tier, [1])
+    assert hits(tier, [1]) == 1
     tier.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import os
 import random
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ import pytest
 
 from flowkv.tiers import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from tests.inside import RECORD_BYTES, RECORDS, Arena, StoreError
+from tests.inside import RECORD_BYTES, RECORDS, Arena, ErasureLog, StoreError
 
 from .crashing import MemoryFiles
 from .faulty import CHANGES, FastFiles, FaultyFiles, NeverFiles
@@ -113,6 +114,7 @@ CALLS: list[Callable[[DiskTier], object]] = [
     lambda tier: tier.survey(),
     lambda tier: list(tier.scan()),
     lambda tier: tier.bind(bytes(32), "model"),
+    lambda tier: (tier.delete(map(key_of, range(3))), tier.no_room(1)),  # type: ignore[arg-type]
     lambda tier: tier.cede(0.1),
     lambda tier: tier.close(),
 ]
@@ -131,6 +133,50 @@ def test_F5_no_error_of_the_system_leaves_a_call(tmp_path: Path, number: int) ->
         tier.close()
         if harmless:
             return
+
+
+def test_F5_a_descriptor_is_gone_even_if_closing_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on network file systems. What others opened next was written to, as the journal."""
+    own, directory = os.close, tmp_path / "kv"
+
+    def close(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        own(fd)
+        if path.startswith(str(directory)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", close)
+    tier = tier_over(FastFiles(), directory, SMALL, threads=0)
+    journal, log = tier._store._journal, ErasureLog(tier.erasure_log)
+    assert journal is not None
+    stored(tier, [0])
+    before = journal.count
+    while journal.count >= before:  # until it is compacted
+        before = journal.count
+        stored(tier, [1])
+        tier.delete([key_of(1)])
+    with (tmp_path / "mine").open("w+b") as mine:
+        mine.write(b"mine")
+        log.close()
+        stored(tier, range(1, 4))
+        assert (tmp_path / "mine").stat().st_size == 0 and not log.changed()
+    tier.close()
+    tier = tier_over(FastFiles(), directory, SMALL, threads=0)
+    assert hits(tier, range(4)) == 4
+    tier.close()
+
+
+def test_F5_a_directory_that_goes_while_its_tier_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for left in range(8):
+        tier = tier_over(FastFiles(), tmp_path, SMALL, threads=0)
+        tier.bind(bytes(32), "model")
+        looks = iter([True] * left)
+        monkeypatch.setattr(tier._store._home, "holds", lambda looks=looks: next(looks, False))
+        tier.close()
 
 
 def test_F5_a_disk_that_stays_full(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from flowkv.tiers import Completion, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from tests.inside import COMPLETION, Arena, Buffer
+from tests.inside import COMPLETION, SYNC, Arena, Buffer, Operations
 from tests.inside import engine_Completions as Completions
 
 from .crashing import MemoryFiles
@@ -169,6 +169,33 @@ def power_losses(points: int, seed: int, *, durable: bool) -> Machine:
     assert machine.found > machine.before / 4
     assert machine.failed > machine.points / 4, "the disk was hardly ever full"
     return machine
+
+
+class Unsynced(FilesEngine):
+    """Keeps syncs to itself until `fail`."""
+
+    syncs: tuple[int, ...] = ()
+
+    def submit(self, operations: Operations) -> None:
+        self.syncs += tuple(operations[operations["op"] == SYNC]["tag"].tolist())
+        super().submit(operations[operations["op"] != SYNC])
+
+    def fail(self) -> None:
+        self._reports.post([(tag, -errno.EIO) for tag in self.syncs])
+
+
+def test_F2_a_failed_sync_is_that_of_every_write_before_it() -> None:
+    """The kernel drops what it could not write, and the next sync of the file succeeds."""
+    files = MemoryFiles()
+    engine = Unsynced(files)
+    tier = DiskTier(PLACE, SMALL, files=files, engine=engine, threads=0, durability="sync")
+    for name in (0, 1):
+        tier.submit_store([Store(KEYS[name], INFOS[name], memoryview(BODIES[name]))])
+        assert tier.poll() == []
+    engine.fail()
+    found = {(answer.key, answer.reason) for answer in tier.poll()}
+    assert found == {(KEYS[0], "EIO"), (KEYS[1], "EIO")}
+    assert tier.contains(KEYS[:2]) == [False, False]
 
 
 class Ordered(MemoryFiles):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import signal
 import stat
@@ -16,7 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.inside import MOST_KEYS, Erased, ErasureLog, StoreError, realm_name
+from tests.inside import (
+    MOST_KEYS,
+    Erased,
+    ErasureLog,
+    ErasureLogs,
+    StoreError,
+    erasure_log,
+    realm_name,
+)
 
 KEYS = [bytes([n]) * 32 for n in range(1, 8)]
 ALICE, BOB, MODEL, OTHER = (bytes([n]) * 32 for n in range(20, 24))
@@ -78,6 +87,48 @@ def test_what_is_erased_is_named_by_keys_and_by_realms() -> None:
         erased = Erased(realms=frozenset([realm_name(*realm)]))
         assert erased.covers(ALICE, MODEL) and not erased.covers(*others) and erased
     assert not Erased() and Erased(everything=True).covers(BOB, OTHER)
+
+
+# ---- a file that is there, and cannot be opened
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
+def test_what_is_erased_while_no_descriptor_is_left(
+    path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The cache took the log as none: it served erased pages, and stored while others erased."""
+    eraser = ErasureLog(path)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(erasure_log, "open_descriptor", refuse)
+        log = ErasureLog(path)
+        tell(eraser, KEYS[0])
+        assert log.changed() and log.news().everything and log.changed()
+        logs = ErasureLogs({0: log})
+        with logs.storing(log) as free:
+            assert not free
+    assert heard(log).everything
+    tell(eraser, KEYS[1])
+    assert heard(log).keys == {KEYS[1][:8]}
+
+
+def test_a_file_that_is_gone_once_it_is_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on network file systems: the error reached the caller of `attach` or `open`."""
+    eraser, own, calls = ErasureLog(path), os.fstat, itertools.count()
+
+    def fstat(fd: int) -> os.stat_result:
+        if next(calls):  # the first one is that of the opening
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return own(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fstat)
+        log = ErasureLog(path)
+    tell(eraser, KEYS[0])
+    assert next(calls) > 1 and heard(log).everything
 
 
 # ---- what others hear

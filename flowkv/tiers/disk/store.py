@@ -848,7 +848,10 @@ class DiskStore:
         """Return why the file system can take no frame; "" if it can, or frames may be evicted."""
         if not self.owner or len(self._index):
             return ""
-        free = self._files.free_bytes(str(self.path))
+        try:
+            free = self._files.free_bytes(str(self.path))
+        except OSError:  # stores will find it
+            return ""
         if free >= n_bytes:
             return ""
         return f"a frame takes {format_size(n_bytes)}, and the disk has {format_size(free)} left"
@@ -1155,9 +1158,9 @@ class DiskStore:
         with self._lock:
             if self._journal is not None:
                 if self._leads():
-                    self._note_bound()
                     with contextlib.suppress(OSError):
                         self._journal.repair()
+                    self._note_bound()
                 self._drop_journal()
             self._slabs.close()
             self._home.close()

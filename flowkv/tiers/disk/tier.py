@@ -27,7 +27,7 @@ from flowkv.core.clock import Clock
 from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.memory import address_of
-from flowkv.core.reaper import REAPER
+from flowkv.core.reaper import REAPER, begin
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.disk.home import ERASED
 from flowkv.tiers.disk.journal import Held, Slot, WrittenFrame, charge_bytes
@@ -425,6 +425,7 @@ class DiskScheduler:
         self._arena, self._queue = arena, queue
         self._used_bytes = {_LOADS: 0, _STORES: 0}  # bytes of staging memory
         self._flights: dict[int, tuple[Operations, int]] = {}  # by tag, with the bytes to come
+        self._refused: list[tuple[int, int]] = []  # completions of what the engine did not take
         self._unsealed: list[tuple[Item, Unsealed]] = []  # claimed items, with bodies being read
         self._written: list[Flight] = []  # frames that wait for the next group of syncs
         self._late_bytes, self._syncing = 0, False  # bytes of overdue operations
@@ -443,8 +444,9 @@ class DiskScheduler:
             return  # checked without the lock, which a step holds while it waits for the engine
         with self._stage:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._thread.start()
+                self._thread = begin(self._run, name=name)
+                if self._thread is None:
+                    self._queue.fail_waiting("memory")
 
     def stop(self, timeout_s: float) -> bool:
         """Work off all queued items; return whether everything ended in time."""
@@ -769,8 +771,12 @@ class DiskScheduler:
                 flight.tags.append(self._tag)
                 rows.append((*operation, self._tag))
                 self._flights[self._tag] = flight, operation[-1]
-        if rows:
-            self._engine.submit(np.array(rows, OPERATION))
+        try:
+            if rows:
+                self._engine.submit(np.array(rows, OPERATION))
+        except Exception as error:  # the engine has taken none of them
+            code = getattr(error, "errno", None) or errno.ENOMEM
+            self._refused += [(row[-1], -code) for row in rows]
         for flight in flights:
             for one in [flight] if isinstance(flight, Flight) else flight.group:
                 if plain(one.held) and not one.item.stores:
@@ -802,11 +808,12 @@ class DiskScheduler:
     def _collect(self, wait_s: float) -> bool:
         if not self._flights:
             return False
-        completions = self._engine.wait(wait_s)
-        if not len(completions):
+        refused, self._refused = self._refused, []
+        completions = refused + self._engine.wait(0.0 if refused else wait_s).tolist()
+        if not completions:
             return False
         read, wrote, stripes = list[Flight](), list[Flight](), list[Stripes]()
-        for tag, result in completions.tolist():
+        for tag, result in completions:
             flight, must = self._flights.pop(tag)
             self._late_bytes -= must * flight.late
             if not flight.complete_one(result, must):
@@ -819,6 +826,11 @@ class DiskScheduler:
                 (wrote if flight.item.stores else read).append(flight)
             else:
                 self._syncing = False
+                if flight.error:  # it is that of all writes so far: the next sync may succeed
+                    flight.group, self._written = [*flight.group, *self._written], []
+                    for one, _ in self._flights.values():
+                        if any(item.stores for item in one.items):
+                            one.error = one.error or flight.error
                 self._finish_stores(flight.group, flight.error)
                 self._commit([])
         for one in stripes:

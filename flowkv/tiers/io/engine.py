@@ -86,7 +86,7 @@ class IOEngine(Protocol):
         ...
 
     def submit(self, operations: Operations) -> None:
-        """Start operations; the array may be reused at once.
+        """Start operations, or none if that raises; the array may be reused at once.
 
         Raises:
             StateError: The engine is closed.
@@ -297,6 +297,7 @@ class ThreadsEngine(DirectFiles):
 
         Raises:
             StateError: The engine is closed, or was opened before a fork.
+            RuntimeError: No thread can start, and there is none.
         """
         if self._pid != os.getpid():
             raise StateError("the engine was opened before a fork", "Open another one, here")
@@ -304,10 +305,10 @@ class ThreadsEngine(DirectFiles):
         with self._changed:
             if self._closed:
                 raise StateError("the engine is closed", "Open another one")
-            self._queue += rows
-            wanted = len(self._queue) - self._idle
+            wanted = len(self._queue) + len(rows) - self._idle
             while wanted > 0 and len(self._threads) < self.depth and self._start():
                 wanted -= 1
+            self._queue += rows
             self._changed.notify(len(rows))
 
     def start(self) -> None:
@@ -418,7 +419,7 @@ Buffer = memoryview | bytearray | bytes
 
 
 class FileIO:
-    """Plain system calls. Every one may raise `OSError`; reads and writes may be short."""
+    """Plain system calls. All but `close` may raise `OSError`; reads and writes may be short."""
 
     def open(self, path: str, *, write: bool) -> int:
         """Open a regular file, creating it (for this user only) when `write`; never follow a link.
@@ -434,8 +435,9 @@ class FileIO:
         return fd
 
     def close(self, fd: int) -> None:
-        """Close a file descriptor."""
-        os.close(fd)
+        """Close a file descriptor, which is gone even if the system reports an error."""
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
     def size(self, fd: int) -> int:
         """Return the length of a file in bytes."""
@@ -561,7 +563,7 @@ class FileIO:
 
     def unlock(self, fd: int) -> None:
         """Release a lock by closing its descriptor."""
-        os.close(fd)
+        self.close(fd)
 
 
 def _flock(fd: int, *, patient: bool) -> bool:

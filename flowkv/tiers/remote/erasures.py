@@ -105,7 +105,7 @@ class RemoteErasures:
         Raises:
             StoreError: The engine did not confirm it.
         """
-        entry = new_entry(keys, below, realms)
+        entry = new_entry(keys, below, realms, proven)
         now_ns = self._clock.now_ns()
         with self._lock:
             self._mine[entry.lot] = entry, now_ns

@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 from flowkv.core import errors
 from flowkv.core.config import parse_size, without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, MissingLibraryError
+from flowkv.core.reaper import begin
 from flowkv.tiers.base import UNBOUNDED
 from flowkv.tiers.io.engine import Arena, ArenaSlot
 from flowkv.tiers.remote.backend import Listed, RemoteLimits, RemoteOptions, prefix_of
@@ -264,9 +265,8 @@ class Mooncake:
 
     def _begin(self) -> None:
         if not self._opening:
-            self._opening, self._problem = True, ""
-            name = f"flowkv {self.name}"
-            threading.Thread(target=self._connect, name=name, daemon=True).start()
+            self._problem = ""
+            self._opening = begin(self._connect, name=f"flowkv {self.name}") is not None
 
     def _connect(self) -> None:
         session, problem = None, ""

@@ -260,6 +260,7 @@ class Nodes:
         if not self.cluster:
             return [self._pools[""]]
         with self._connected() as client:
+            client.nodes_manager.initialize()  # servers may have come since the last look
             return [self._node(node) for node in client.get_primaries()]
 
     def drop_slot_map(self) -> None:
@@ -400,7 +401,8 @@ class Redis:
             raise PermissionError(errno.EFBIG, "the frame is longer than a string may be")
         key, end_s = self._key(name), time.monotonic() + timeout_s
         value = b"".join((_STAMP.pack(time.time_ns()), data))
-        request = (b"SET", key, value, *self._options)
+        options = self._options if NAME.fullmatch(name) else ()  # erasures stay
+        request = (b"SET", key, value, *options)
         self._call(self._nodes.for_key(key), [request], end_s, lambda reply: reply == b"OK")
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
@@ -509,6 +511,9 @@ class Redis:
         replies = exchange(pool, requests, end_s)
         found = []
         for name, length, stamp in zip(names, replies[::2], replies[1::2], strict=True):
+            if str(stamp).startswith("WRONGTYPE"):
+                continue  # another program's list or set
+            stamp, length = self._checked(stamp), self._checked(length)
             if not isinstance(stamp, bytes) or len(stamp) != _STAMP.size:
                 continue
             if isinstance(length, int) and length > _STAMP.size:

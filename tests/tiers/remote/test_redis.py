@@ -144,6 +144,8 @@ def test_expiry_and_eviction_are_misses(tmp_path: Path) -> None:
         key = b"flowkv:" + key_of("mortal").hex().encode()
         stored(tier, ["mortal"])
         assert 0 < int(server.ask(b"TTL " + key)[1:-2]) <= 600
+        tier.erasure_log.publish([key_of("mortal")])
+        assert server.ask(b"TTL flowkv:erased") == b":-1\r\n"  # or all caches drop all they have
         server.ask(b"EXPIRE " + key + b" 0")
         assert hits(tier, ["mortal"]) == 0 and not tier.contains([key_of("mortal")])[0]
 

@@ -170,6 +170,19 @@ def test_a_scan_without_end(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         redis.close()
 
 
+@pytest.mark.parametrize("said", ["MOVED 12 127.0.0.1:1", "NOPERM no", "LOADING", "WRONGTYPE no"])
+def test_a_list_omits_no_frame_that_the_server_does_not_describe(said: str) -> None:
+    """An erasure of a tenant was proven by a list without the frame of an error."""
+    with FaultyRedis(commands=[b"STRLEN"]) as server:
+        redis = Redis(server.uri)
+        redis.put(KEY, memoryview(BODY), SOON_S)
+        server.plan.append(saying(f"-{said}\r\n".encode()))
+        with pytest.raises(OSError):
+            list(redis.list(SOON_S))
+        assert [found.name for found in redis.list(SOON_S)] == [KEY]
+        redis.close()
+
+
 @pytest.mark.parametrize("name", sorted({*FAULTS} - {"rot", "delay"}))
 @pytest.mark.parametrize("command", [b"GETRANGE", b"SET", b"ECHO"])
 def test_every_fault_is_an_error_or_for_the_frame(name: str, command: bytes) -> None:

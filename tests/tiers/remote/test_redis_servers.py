@@ -42,16 +42,16 @@ def redis_key(name: object) -> bytes:
 
 
 @contextlib.contextmanager
-def two_nodes(directory: Path) -> Iterator[tuple[RedisServer, RedisServer]]:
-    """A cluster of two servers that share the slots."""
+def two_nodes(directory: Path, *, border: int = 8192) -> Iterator[tuple[RedisServer, RedisServer]]:
+    """A cluster of two servers that share the slots, the first one the halves below a border."""
     options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
     with (
         redis_server(directory / "a", *options) as first,
         redis_server(directory / "b", *options) as second,
     ):
-        slots = [range(8192), range(8192, 16384)]
-        for server, share in zip((first, second), slots, strict=True):
-            server.ask(b"CLUSTER ADDSLOTS " + " ".join(map(str, share)).encode())
+        for half in (range(8192), range(8192, 16384)):
+            server = first if half.start < border else second
+            server.ask(b"CLUSTER ADDSLOTS " + " ".join(map(str, half)).encode())
         first.ask(f"CLUSTER MEET 127.0.0.1 {second.port}".encode())
         ready = b"cluster_state:ok\r\ncluster_slots_assigned:16384"
         wait_for(lambda: all(ready in s.ask(b"CLUSTER INFO") for s in (first, second)))
@@ -95,6 +95,21 @@ def test_a_cluster(tmp_path: Path) -> None:
                 return Outcome.FAILED in reached.values()
 
             wait_for(some)
+
+
+def test_a_server_that_joins_a_cluster_is_listed(tmp_path: Path) -> None:
+    """An erasure was proven by the lists of those servers that were there at the opening."""
+    nodes = two_nodes(tmp_path, border=16384)
+    with nodes as (first, second), opened(first.uri + "?cluster=true") as tier:
+        slot = int(first.ask(b"CLUSTER KEYSLOT " + redis_key("late"))[1:-2])
+        new = second.ask(b"CLUSTER MYID").split(b"\r\n")[1]
+        for server in (second, first):
+            server.ask(b"CLUSTER SETSLOT %d NODE %b" % (slot, new))
+        with opened(first.uri + "?cluster=true") as other:
+            stored(other, ["late"])
+        assert second.ask(b"DBSIZE") == b":1\r\n"
+        tier.survey()
+        assert [entry.key for entry in tier.scan()] == [key_of("late")]
 
 
 def certificate(directory: Path) -> Path:
