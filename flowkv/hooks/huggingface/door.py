@@ -28,7 +28,15 @@ from flowkv.core.keys import Salt
 from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
-from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, is_plain, usual
+from flowkv.hooks.huggingface.inputs import (
+    Fill,
+    ForwardCall,
+    Names,
+    digest_of,
+    is_plain,
+    placeholder_ids,
+    usual,
+)
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.press import Press, Pressing
 from flowkv.hooks.huggingface.probe import Alike, odd_type, probe, rows_alike, settle
@@ -600,6 +608,8 @@ class ForwardHook:
             return BY_COLUMN
         if call.fillers and self._crosses:
             return "layers of their own read its images"
+        if call.fillers and call.hides(pads):
+            return "its padding holds images"
         if problem := self._odd_tokens(call):
             return problem
         return _MIXED if self.alike_rows(call.rows) == "mixed" else ""
@@ -756,19 +766,27 @@ class ForwardHook:
     def _odd_tokens(self, call: ForwardCall) -> str:
         """Return why pages cannot be shared by their tokens or the types of these; "" if they can.
 
-        Tokens of one image see later ones in some models, which `Fill` knows: those of all may not.
+        Tokens of one image see later ones in some models, which `Fill` knows: others may not.
         """
         if call.ids is not None and any(bool((call.ids == n).any()) for n in self.plan.uncounted):
             return "it does not count the position of a pad token among others"
         for name, types in call.types.items():
             for kind in types.unique().tolist():
-                key = self.kv.namespace, name, kind, bool(kind and call.modal)
-                if key not in self._types:
-                    with self.aside():
-                        self._types[key] = odd_type(self.model, self.names, *key[1:3], apart=key[3])
-                if problem := self._types[key]:
+                filled = bool(kind and call.modal)
+                problem = self._odd_type(name, kind, apart=filled)
+                if not problem and filled and not call.joined(types):
+                    problem = self._odd_type(name, kind, apart=False)
+                if problem:
                     return problem
         return ""
+
+    def _odd_type(self, name: str, kind: int, *, apart: bool) -> str:
+        """Return the result of `odd_type` for the model as it is now, tried once."""
+        key = self.kv.namespace, name, kind, apart
+        if key not in self._types:
+            with self.aside():
+                self._types[key] = odd_type(self.model, self.names, name, kind, apart=apart)
+        return self._types[key]
 
     def _divides(self, call: ForwardCall) -> bool:
         """Return whether rows and spans of tokens of a call can be computed by themselves."""
@@ -883,6 +901,10 @@ class ForwardHook:
             training
             or not steady
             or call.wants_weights  # some models compute otherwise then
+            or any(
+                call.types[name].shape[1] != rows.base + call.columns
+                for name in self.names.whole & call.types.keys()
+            )
             or bool((call.types or self.plan.uncounted) and self._odd_tokens(call))
             or not (call.form or filled or call.continues)
             or (call.positions is None and call.unplaced and rows.base and not whole)
@@ -1034,7 +1056,7 @@ class ForwardHook:
                 raise UnsupportedModelError(self._problem, "Use the model without FlowKV")
 
     def _reread(self, model: torch.nn.Module, *, same: bool) -> None:
-        self._problem = ""
+        self._problem, self.names.placeholders = "", placeholder_ids(model.config)
         drop_unproven(self.kv)  # the model may have changed between the forwards of a page
         try:
             moved = self.identity.moved(model)
