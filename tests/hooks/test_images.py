@@ -448,6 +448,49 @@ def test_a_placeholder_that_is_chosen_later() -> None:
 
 
 @torch.no_grad()
+def passed(model: Any, given: dict[str, Any], kv: Any = None) -> torch.Tensor:
+    """The last logits of a prompt that is passed whole, to a cache made for it if a KV is given."""
+    made = {key: value for key, value in given.items() if key != "position_ids"}
+    cache = DynamicCache(config=model.config.get_text_config()) if kv is None else kv.cache(**made)
+    return model(**given, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*images and no position_ids")
+def test_a_cache_made_beforehand_does_not_know_positions_of_images() -> None:
+    """`generate` and the model make them in several dimensions, and a loop gives any others."""
+    model, given = made("qwen3_vl"), asked(text(30, 1), CAT, text(20, 2))
+    flat = given | dict(position_ids=torch.arange(given["input_ids"].shape[1]).repeat(3, 1, 1))
+    wanted = [passed(model, call) for call in (given, flat)]
+    answer = generate(model, 3, **given)
+    with attached(model, page_size=8) as kv:
+        for _ in range(2):
+            for call, theirs in zip((given, flat), wanted, strict=True):
+                for way in (None, kv):
+                    assert torch.allclose(passed(model, call, way), theirs, atol=1e-3)
+            found = generate(model, 3, **given, past_key_values=kv.cache(**given))
+            assert_same(found, answer, 1e-3)
+        assert reused(kv) > 0
+
+
+def test_a_cache_made_beforehand_is_given_another_image() -> None:
+    model: Any = models.llava()
+    calls = [pictured(text(30, 1), n, text(9, 2), token=models.IMAGE_TOKEN) for n in (1, 2)]
+    for call in calls:
+        del call["token_type_ids"], call["attention_mask"]
+        call["position_ids"] = torch.arange(call["input_ids"].shape[1])[None]
+    wanted = [passed(model, call) for call in calls]
+    with attached(model, page_size=8) as kv:
+        for _ in range(2):
+            cache = kv.cache(**calls[0])
+            with torch.no_grad():
+                ours = model(**calls[1], past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            assert torch.allclose(ours, wanted[1], atol=1e-3)
+            for call, theirs in zip(calls, wanted, strict=True):
+                assert torch.allclose(passed(model, call), theirs, atol=1e-3)
+        assert reused(kv) > 0
+
+
+@torch.no_grad()
 def test_positions_between_whole_numbers() -> None:
     """Frames of a video may have such: pages are of exactly these positions."""
     model = made("qwen3_vl")

@@ -536,6 +536,11 @@ class ForwardCall:
         return self.modal | more
 
     @property
+    def plain(self) -> bool:
+        """Return whether further inputs are numbers and texts for all tokens of a batch."""
+        return all(map(is_plain, self.condition.values()))
+
+    @property
     def skippable(self) -> bool:
         """Return whether the caller needs no result of the tokens that a prefix cache skips."""
         return (
