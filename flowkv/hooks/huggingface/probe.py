@@ -436,12 +436,13 @@ def _try_types(model: Any, names: Names, ids: torch.Tensor, name: str, kind: int
     """
     at, types = _PARTS[0], torch.zeros_like(ids)
     types[:, at + 1 : -1] = kind
-    wanted, far = _forward(model, names, ids, **{name: types})[:, at:], dict[int, float]()
+    given, before = dict[str, Any]({name: types}), dict[str, Any]({name: types[:, :at]})
+    wanted, far = _forward(model, names, ids, **given)[:, at:], dict[int, float]()
     for first in (at, 0):
-        cache = native_cache(model)
-        _forward(model, names, ids[:, :at], cache, **{name: types[:, :at]})
+        cache, given[name] = native_cache(model), types[:, first:]
+        _forward(model, names, ids[:, :at], cache, **before)
         with suppress(Exception):  # the shape may not fit
-            found = _forward(model, names, ids[:, at:], cache, at, **{name: types[:, first:]})
+            found = _forward(model, names, ids[:, at:], cache, at, **given)
             far[first] = float((found - wanted).norm() / wanted.norm())
     best = min(far, key=far.__getitem__)
     if best < at:
