@@ -755,7 +755,7 @@ class ForwardHook:
             self._alike[key] = tried
         return self._alike[key]
 
-    def _odd_tokens(self, call: ForwardCall) -> str:
+    def _odd_tokens(self, call: ForwardCall, base: int = 0) -> str:
         """Return why pages cannot be shared by their tokens or the types of these; "" if they can.
 
         Tokens of one image see later ones in some models, which `Fill` knows: others may not.
@@ -763,6 +763,8 @@ class ForwardHook:
         if call.ids is not None and any(bool((call.ids == n).any()) for n in self.plan.uncounted):
             return "it does not count the position of a pad token among others"
         for name, types in call.types.items():
+            if name in self.names.whole and types.shape[1] != base + call.columns:
+                return "its types are not those of all tokens"
             for kind in types.unique().tolist():
                 filled = bool(kind and call.modal)
                 problem = self._odd_type(name, kind, apart=filled)
@@ -893,11 +895,7 @@ class ForwardHook:
             or not steady
             or departs
             or call.wants_weights  # some models compute otherwise then
-            or any(
-                call.types[name].shape[1] != rows.base + call.columns
-                for name in self.names.whole & call.types.keys()
-            )
-            or bool((call.types or self.plan.uncounted) and self._odd_tokens(call))
+            or bool((call.types or self.plan.uncounted) and self._odd_tokens(call, rows.base))
             or not (call.form or filled or call.continues)
             or (call.positions is None and not self.plan.from_0)
             or (call.unplaced and rows.base and not whole)
