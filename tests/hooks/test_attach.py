@@ -785,8 +785,17 @@ class TestInputs:
         with attached(model) as kv, pytest.warns(UserWarning, match="do not count from 0"):
             assert torch.allclose(forward(model, ids, caches[1]), plain, atol=1e-5)
             for _ in range(2):
+                made = kv.cache(input_ids=ids)  # for `generate`, or for a loop without positions
+                assert torch.allclose(forward(model, ids, made), plain, atol=1e-5)
                 assert_same(generate(model, 2, input_ids=ids), theirs)
             assert reused(kv)
+
+    def test_no_cache_is_made_for_them(self, model: Any) -> None:
+        ids, positions = models.prompt(40), torch.arange(40)[None] + 5
+        with attached(model) as kv:
+            generate(model, 1, input_ids=ids)
+            with pytest.raises(StateError, match="positions do not count"):
+                kv.cache(input_ids=ids, position_ids=positions)
 
     def test_warns_once(self, model: Any) -> None:
         ids, positions = models.prompt(40), torch.arange(40)[None] * 2

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.hooks.matrix import build
 
 IMAGE, START, END = 190, 192, 193
 _ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
@@ -327,6 +328,186 @@ def test_inputs_of_unknown_names_may_fill_tokens() -> None:
         theirs = generate(model, 3, **given).logits
         ours = generate(model, 3, **given, past_key_values=kv.cache(**given)).logits
         assert torch.allclose(torch.stack(ours), torch.stack(theirs), atol=1e-3)
+
+
+# ---- what an image changes beside its own tokens
+
+
+def same_as_alone(model: Any, calls: list[dict[str, Any]], **options: Any) -> list[int]:
+    """Ask for all calls twice, and compare with the model alone; return what each time reused."""
+    wanted, found = [generate(model, 4, **call) for call in calls], []
+    with attached(model, **options) as kv:
+        for _ in range(2):
+            before = reused(kv)
+            for call, theirs in zip(calls, wanted, strict=True):
+                assert_same(generate(model, 4, **call), theirs, 1e-3)
+            found.append(reused(kv) - before)
+    return found
+
+
+def pictured(*parts: torch.Tensor | int, typed: int = 0, token: int = IMAGE) -> dict[str, Any]:
+    """What `generate` is given for texts and square images, whose seeds are given.
+
+    Args:
+        parts: Texts, and seeds of images of `models.IMAGE_PATCHES` tokens.
+        typed: How many tokens behind an image are of its type.
+        token: The placeholder.
+    """
+    patches = torch.full((1, models.IMAGE_PATCHES), token)
+    ids = torch.cat([patches if isinstance(part, int) else part for part in parts], 1)
+    noise = [torch.Generator().manual_seed(part) for part in parts if isinstance(part, int)]
+    given = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    given["pixel_values"] = torch.stack([3 * torch.randn(3, 28, 28, generator=g) for g in noise])
+    types = (ids == token).long()
+    for _ in range(typed):
+        types[:, 1:] = types[:, 1:] | types[:, :-1]
+    return given | dict(token_type_ids=types)
+
+
+def _seeing() -> Any:
+    torch.manual_seed(3)
+    model = models.sharpen(_gemma3(), factor=2.0)
+    weight = model.model.multi_modal_projector.mm_input_projection_weight
+    torch.nn.init.normal_(weight)  # zeros, without a checkpoint
+    return model
+
+
+def test_an_image_behind_a_known_prefix_sees_itself_whole() -> None:
+    """Gemma 3 reads its mask from the types of all tokens, not of those left to compute."""
+    first, last = text(30, 1), text(20, 2)
+    calls = [
+        pictured(first, 1, last),
+        pictured(first, 2, last),
+        pictured(first, 1, last, 2, text(5, 3)),
+        pictured(first, 1, last, 3, text(5, 3)),
+        pictured(first, 1, 2, last),
+    ]
+    model = _seeing()
+    counts = same_as_alone(model, calls, page_size=8)
+    assert counts[1] > counts[0] > 0
+    given = {key: value for key, value in calls[2].items() if key != "attention_mask"}
+    wanted = generate(model, 4, **given)
+    with attached(model, page_size=8) as kv:
+        for call in (calls[0], given):
+            found = generate(model, 4, **call, past_key_values=kv.cache(**call))
+        assert_same(found, wanted)
+        assert reused(kv) > 30
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*one type see later ones")
+def test_text_of_the_type_of_an_image_is_not_shared() -> None:
+    """The image sees it, though it lies in later pages."""
+    calls = [pictured(text(30, 1), 1, text(9, 2), text(20, seed), typed=20) for seed in (3, 4)]
+    assert same_as_alone(_seeing(), calls, page_size=8) == [0, 0]
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Ovis2Config"), reason="an older release")
+def test_tokens_that_images_change_beside_their_own() -> None:
+    """Ovis 2 embeds the marks around images otherwise than without one."""
+    model = build("image", "ovis2")
+    marks = model.config.visual_indicator_token_ids = (200, 201)
+    model.model.visual_indicator_token_ids = marks
+    start, end = torch.tensor([[200]]), torch.tensor([[201]])
+    image = torch.full((1, 16), model.config.image_token_id)
+    pixels = torch.randn(2, 1, 3, 56, 56, generator=torch.Generator().manual_seed(1))
+    before, behind = torch.cat([text(30, 1), start], 1), torch.cat([end, text(20, 2)], 1)
+    ids = [
+        torch.cat([before, image, behind], 1),
+        torch.cat([before, image, end, behind], 1),
+        torch.cat([before, image, behind, start, image, behind], 1),
+        torch.cat([before, text(20, 1), image, behind], 1),
+    ]
+    calls = [dict(input_ids=ids[n], pixel_values=pixels[0]) for n in (0, 1, 3)]
+    calls += [dict(input_ids=ids[2], pixel_values=pixels.flatten(0, 1)), dict(input_ids=ids[3])]
+    assert same_as_alone(model, calls, page_size=8)[1] > 0
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*padding holds images")
+def test_an_image_in_the_padding_takes_its_features() -> None:
+    model: Any = models.llava()
+    calls = [pictured(1, text(44, 1), n, text(9, 2), token=models.IMAGE_TOKEN) for n in (2, 3)]
+    for call in calls:
+        call["attention_mask"][:, :20] = 0
+        del call["token_type_ids"]
+    assert same_as_alone(model, calls, page_size=8) == [0, 0]
+
+
+def test_a_placeholder_that_is_chosen_later() -> None:
+    model: Any = models.llava()
+    old, new = torch.tensor([[models.IMAGE_TOKEN]]), 201
+    calls = [pictured(text(20, 1), n, text(9, 2), old, text(9, 3), token=new) for n in (1, 2)]
+    for call in calls:
+        del call["token_type_ids"]
+    with attached(model, page_size=8) as kv:
+        generate(model, 1, input_ids=text(20, 1))
+        model.config.image_token_id = new
+        found = [generate(model, 4, **call) for call in calls]
+        assert reused(kv) >= 16
+    for call, ours in zip(calls, found, strict=True):
+        assert_same(ours, generate(model, 4, **call))
+
+
+@torch.no_grad()
+def passed(model: Any, given: dict[str, Any], kv: Any = None) -> torch.Tensor:
+    """The last logits of a prompt that is passed whole, to a cache made for it if a KV is given."""
+    made = {key: value for key, value in given.items() if key != "position_ids"}
+    cache = DynamicCache(config=model.config.get_text_config()) if kv is None else kv.cache(**made)
+    return model(**given, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*images and no position_ids")
+def test_a_cache_made_beforehand_does_not_know_positions_of_images() -> None:
+    """`generate` and the model make them in several dimensions, and a loop gives any others."""
+    model, given = made("qwen3_vl"), asked(text(30, 1), CAT, text(20, 2))
+    flat = given | dict(position_ids=torch.arange(given["input_ids"].shape[1]).repeat(3, 1, 1))
+    wanted = [passed(model, call) for call in (given, flat)]
+    answer = generate(model, 3, **given)
+    with attached(model, page_size=8) as kv:
+        for _ in range(2):
+            for call, theirs in zip((given, flat), wanted, strict=True):
+                for way in (None, kv):
+                    assert torch.allclose(passed(model, call, way), theirs, atol=1e-3)
+            found = generate(model, 3, **given, past_key_values=kv.cache(**given))
+            assert_same(found, answer, 1e-3)
+        assert reused(kv) > 0
+
+
+def test_a_cache_made_beforehand_is_given_another_image() -> None:
+    model: Any = models.llava()
+    calls = [pictured(text(30, 1), n, text(9, 2), token=models.IMAGE_TOKEN) for n in (1, 2)]
+    for call in calls:
+        del call["token_type_ids"], call["attention_mask"]
+        call["position_ids"] = torch.arange(call["input_ids"].shape[1])[None]
+    wanted = [passed(model, call) for call in calls]
+    with attached(model, page_size=8) as kv:
+        for _ in range(2):
+            cache = kv.cache(**calls[0])
+            with torch.no_grad():
+                ours = model(**calls[1], past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            assert torch.allclose(ours, wanted[1], atol=1e-3)
+            for call, theirs in zip(calls, wanted, strict=True):
+                assert torch.allclose(passed(model, call), theirs, atol=1e-3)
+        assert reused(kv) > 0
+
+
+@torch.no_grad()
+def test_positions_between_whole_numbers() -> None:
+    """Frames of a video may have such: pages are of exactly these positions."""
+    model = made("qwen3_vl")
+    ids, given = text(40, 1), dict(logits_to_keep=1)
+
+    def ask(shift: float) -> torch.Tensor:
+        places = torch.arange(40.0).repeat(3, 1, 1)
+        places[..., 8:] += shift
+        cache = DynamicCache(config=model.config.get_text_config())
+        return model(ids, position_ids=places, past_key_values=cache, **given).logits
+
+    shifts = (0.25, 0.5, 0.25, 1.0)
+    wanted = [ask(shift) for shift in shifts]
+    with attached(model, page_size=8) as kv:
+        for shift, theirs in zip(shifts, wanted, strict=True):
+            assert torch.allclose(ask(shift), theirs, atol=1e-4)
+        assert reused(kv) > 0
 
 
 @pytest.mark.filterwarnings("ignore:FlowKV leaves this call")

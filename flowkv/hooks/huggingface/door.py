@@ -28,7 +28,7 @@ from flowkv.core.keys import Salt
 from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
-from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, is_plain, usual
+from flowkv.hooks.huggingface.inputs import ENCODED, Fill, ForwardCall, Names, digest_of, usual
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.press import Press, Pressing
 from flowkv.hooks.huggingface.probe import Alike, odd_type, probe, rows_alike, settle
@@ -582,14 +582,8 @@ class ForwardHook:
         assert pads is not None
         if call.unplaced and (any(pads) or call.modal):
             return f"it has {'padding' if any(pads) else 'images'} and no position_ids"
-        by_column = call.positions is None
-        if by_column and not self.plan.from_0:
+        if call.positions is None and not self.plan.from_0:
             return "it has no position_ids, and those of the model itself do not count from 0"
-        counted = call.shifts(pads) is not None or usual(
-            0, call.columns, call.numbers[2], np.array(pads), by_column=by_column
-        )
-        if not counted:
-            return "its positions do not count a row's tokens from 0"
         return ""
 
     def _apart(self, call: ForwardCall, pads: list[int] | None) -> str:
@@ -600,8 +594,13 @@ class ForwardHook:
             return BY_COLUMN
         if call.fillers and self._crosses:
             return "layers of their own read its images"
+        if call.fillers and call.hides(pads):
+            return "its padding holds images"
         if problem := self._odd_tokens(call):
             return problem
+        places = None if call.shifts(pads) is not None else call.numbers[2]
+        if places is not None and not usual(0, call.columns, places, np.array(pads)):
+            return "its positions do not count a row's tokens from 0"
         return _MIXED if self.alike_rows(call.rows) == "mixed" else ""
 
     def _blended(
@@ -683,6 +682,7 @@ class ForwardHook:
         # What a press leaves of the prompt has pages of its own. Which inputs of unknown names a
         # cache with tokens stands for, neither the model's `generate` nor `_go_on` can know.
         apart = isinstance(self.sparsifier, Press) or call.fillers.keys() != call.modal.keys()
+        apart |= call.positions is None and not self.plan.from_0  # a loop may leave them out, too
         most = 0 if apart else call.columns - max(1, self._asked)
         limits = ReuseLimits(most, care=care, wait=wait)
         return self._paged(self._admit(call, pads, limits), call, pads)
@@ -692,6 +692,8 @@ class ForwardHook:
         self._save_states()
         prompts = call.prompts(pads, by_place=self.alike_rows(call.rows) != "alike")
         lengths, most = self._lengths(call, pads), max(limits.most, 0)
+        if call.unplaced and call.fillers:  # positions of images, which `generate` is about to make
+            most = min([most, *(pads[run.row] + run.first for run in call.fill.runs)])
         if lengths is not None and call.columns not in lengths:
             most = 0
         elif self._by_length(call, pads):
@@ -753,27 +755,36 @@ class ForwardHook:
             self._alike[key] = tried
         return self._alike[key]
 
-    def _odd_tokens(self, call: ForwardCall) -> str:
+    def _odd_tokens(self, call: ForwardCall, base: int = 0) -> str:
         """Return why pages cannot be shared by their tokens or the types of these; "" if they can.
 
-        Tokens of one image see later ones in some models, which `Fill` knows: those of all may not.
+        Tokens of one image see later ones in some models, which `Fill` knows: others may not.
         """
         if call.ids is not None and any(bool((call.ids == n).any()) for n in self.plan.uncounted):
             return "it does not count the position of a pad token among others"
         for name, types in call.types.items():
+            if name in self.names.whole and types.shape[1] != base + call.columns:
+                return "its types are not those of all tokens"
             for kind in types.unique().tolist():
-                key = self.kv.namespace, name, kind, bool(kind and call.modal)
-                if key not in self._types:
-                    with self.aside():
-                        self._types[key] = odd_type(self.model, self.names, *key[1:3], apart=key[3])
-                if problem := self._types[key]:
+                filled = bool(kind and call.modal)
+                problem = self._odd_type(name, kind, apart=filled)
+                if not problem and filled and not call.joined(types):
+                    problem = self._odd_type(name, kind, apart=False)
+                if problem:
                     return problem
         return ""
 
+    def _odd_type(self, name: str, kind: int, *, apart: bool) -> str:
+        """Return the result of `odd_type` for the model as it is now, tried once."""
+        key = self.kv.namespace, name, kind, apart
+        if key not in self._types:
+            with self.aside():
+                self._types[key] = odd_type(self.model, self.names, name, kind, apart=apart)
+        return self._types[key]
+
     def _divides(self, call: ForwardCall) -> bool:
         """Return whether rows and spans of tokens of a call can be computed by themselves."""
-        plain = all(map(is_plain, call.condition.values()))
-        return (plain or self.names.encoder) and self.alike_rows(call.rows) == "alike"
+        return (call.plain or self.names.encoder) and self.alike_rows(call.rows) == "alike"
 
     def _watch(self, cache: PagedCache) -> None:
         """Note the begin of a forward and the state of torch's generators, to find random draws."""
@@ -871,9 +882,9 @@ class ForwardHook:
             cache.expand(call.rows)
         if rows.forwards == 0:
             cache.follow()
-        whole = False
+        whole = departs = False
         if rows.lost or not rows.forwards:
-            call, whole = without_known(rows, call, generates=_GENERATES.get() is self)
+            call, whole, departs = self._without_known(cache, call)
         # For a decode step, the result decides whether a graph's answer and full pages are used.
         compare = rows.compare if rows.forwards and call.columns == 1 else rows.padded_by
         padded = compare(call.mask, rows.base + call.columns)
@@ -882,10 +893,12 @@ class ForwardHook:
         odd = (
             training
             or not steady
+            or departs
             or call.wants_weights  # some models compute otherwise then
-            or bool((call.types or self.plan.uncounted) and self._odd_tokens(call))
+            or bool((call.types or self.plan.uncounted) and self._odd_tokens(call, rows.base))
             or not (call.form or filled or call.continues)
-            or (call.positions is None and call.unplaced and rows.base and not whole)
+            or (call.positions is None and not self.plan.from_0)
+            or (call.unplaced and rows.base and not whole)
             or not (
                 self.names.encoder
                 or not (call.condition or cache.options)
@@ -920,6 +933,36 @@ class ForwardHook:
         if begun and not odd:
             self._replay(cache, call)
         return call.given if begun or not whole else given
+
+    def _without_known(
+        self, cache: PagedCache, call: ForwardCall
+    ) -> tuple[ForwardCall, bool, bool]:
+        """Remove known columns; return the forward, and whether it is whole, and may be published.
+
+        A whole prompt that is not the one that its cache was made for is computed from the start.
+        """
+        rows = cache.rows
+        left, whole = without_known(rows, call, generates=_GENERATES.get() is self)
+        departs = not rows.forwards and (whole or not rows.base) and self._departs(rows, call)
+        if departs and whole:
+            cache.empty()
+            return call, True, True
+        return left, whole, departs
+
+    def _departs(self, rows: Rows, call: ForwardCall) -> bool:
+        """Return whether a prompt passed whole is not the one that its rows are named by."""
+        pads = rows.pads.tolist()
+        if self._obstacle(call, pads):
+            return True
+        if self.names.encoder or ENCODED in call.modal:  # `generate` has encoded the same inputs
+            return False
+        with suppress(TypeError):  # an input without a digest
+            for row, (seq, prompt) in enumerate(zip(rows.seqs, call.prompts(pads), strict=False)):
+                below = [salt for salt in prompt.salts if salt.position < rows.base]
+                if any(salt not in seq.salts for salt in (*call.fill.salts(row), *below)):
+                    return True
+            return False
+        return True
 
     # ---- captured decode steps
 
@@ -1034,7 +1077,7 @@ class ForwardHook:
                 raise UnsupportedModelError(self._problem, "Use the model without FlowKV")
 
     def _reread(self, model: torch.nn.Module, *, same: bool) -> None:
-        self._problem = ""
+        self._problem, self.names.placeholders = "", Names(model).placeholders
         drop_unproven(self.kv)  # the model may have changed between the forwards of a page
         try:
             moved = self.identity.moved(model)

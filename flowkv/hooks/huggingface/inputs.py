@@ -46,7 +46,7 @@ def type_salts(name: str, types: NDArray[np.int64]) -> list[Salt]:
     return [Salt(int(at), digest_of("type", name, int(types[at]))) for at in changes]
 
 
-def shift_salts(shifts: NDArray[np.int64]) -> list[Salt]:
+def shift_salts(shifts: NDArray[Any]) -> list[Salt]:
     """Return the salts of a row's position shifts `[D, n]`, one wherever the shift changes.
 
     A run of tokens with changing shifts, as those of an image, has one salt.
@@ -137,7 +137,7 @@ def _feed(state: hashlib._Hash, value: object) -> None:
 # all content salts all runs, and is used whole or not at all.
 
 ENCODED = "mm_encoder_outputs"
-_MODALITIES = ("image", "video", "audio", "speech", "vision")
+_MODALITIES = ("image", "video", "audio", "speech", "vision", "visual")
 _MARKS = ("start", "begin", "end")
 _ID_NAMES = ("_token_id", "_token_index")
 _FEATURES = ("pooler_output", "deepstack_features")
@@ -163,6 +163,9 @@ class PlaceholderRun(NamedTuple):
 def placeholder_ids(config: Any) -> dict[str, int]:
     """Return the placeholder ids by their names in the configuration, such as `image_token_id`."""
     named = dict(vars(config))
+    for name, listed in vars(config).items():  # tokens that have other embeddings beside images
+        if name.endswith("_token_ids") and isinstance(listed, (list, tuple)):
+            named |= {f"{i}_{name[:-1]}": value for i, value in enumerate(listed)}
     for word in _MODALITIES:  # names that the configuration maps to others
         named[f"{word}_token_id"] = getattr(config, f"{word}_token_id", None)
     return {
@@ -404,6 +407,7 @@ class Names:
         embeds: Embeddings given instead of token ids.
         cache: The cache: `past_key_values` up to transformers 5.23.
         counts: Without positions, it counts on from the length of its cache.
+        whole: Types of tokens that it reads from the first token on, also behind a cache.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -412,7 +416,7 @@ class Names:
         self.parameters = {one.name: one.default for one in signature}
         encodes = bool(getattr(config, "is_encoder_decoder", False))
         self.encoder = encodes and "decoder_input_ids" in self.parameters
-        self.placeholders = placeholder_ids(config)
+        self.placeholders, self.whole = placeholder_ids(config), set[str]()
         self.mixed = bool(self.placeholders or getattr(config, "sub_configs", None))
         # Models with `rope_deltas` count on from the end of whichever prompt they ran last.
         self.counts = not any("rope_deltas" in vars(module) for module in model.modules())
@@ -532,6 +536,11 @@ class ForwardCall:
         return self.modal | more
 
     @property
+    def plain(self) -> bool:
+        """Return whether further inputs are numbers and texts for all tokens of a batch."""
+        return all(map(is_plain, self.condition.values()))
+
+    @property
     def skippable(self) -> bool:
         """Return whether the caller needs no result of the tokens that a prefix cache skips."""
         return (
@@ -562,7 +571,9 @@ class ForwardCall:
             if name in skip or name in _NEUTRAL or self._absent(name, value):
                 continue
             if name in TYPE_INPUTS and isinstance(value, torch.Tensor):
-                if value.shape[-1] != self.columns or value.dim() != 2:
+                fits = value.dim() == 2 and len(value) in (1, self.rows)
+                fits = fits and not value.is_floating_point()
+                if not fits or (value.shape[1] != self.columns and name not in self.names.whole):
                     return f"`{name}` is not one number per token"
                 self.types[name] = value
             elif self.names.encoder:
@@ -662,7 +673,7 @@ class ForwardCall:
         """
         given = dict(self.given)
         if columns:
-            for name in (self.names.ids, self.names.positions, *self.types):
+            for name in {self.names.ids, self.names.positions, *self.types} - self.names.whole:
                 if isinstance(given.get(name), torch.Tensor):
                     given[name] = given[name][..., columns:]
             if self.unplaced and self.ids is not None:
@@ -674,7 +685,7 @@ class ForwardCall:
             given.update(modal)
         return given
 
-    def shifts(self, pads: Sequence[int] | None) -> NDArray[np.int64] | None:
+    def shifts(self, pads: Sequence[int] | None) -> NDArray[Any] | None:
         """Return the shifts `[D, B, T]` of positions in several dimensions (M-RoPE).
 
         A shift is the position less the usual one. None where positions have one dimension, or are
@@ -688,10 +699,27 @@ class ForwardCall:
         if given.shape[1] not in (1, self.rows):
             return None
         own = np.arange(self.columns) - np.asarray(pads, np.int64)[:, None]
-        found = self.numbers[2].astype(np.int64) - own
+        told = self.numbers[2]
+        whole = told.astype(np.int64)  # frames of a video may lie between whole numbers
+        found = (whole if (whole == told).all() else told) - own
         if len(found) == 4:  # the first dimension counts tokens, for masks
             return None if found[0][own >= 0].any() else found[1:]
         return found
+
+    def joined(self, types: torch.Tensor) -> bool:
+        """Return whether the tokens that have a type are whole runs of placeholders."""
+        ids = set(self.names.placeholders.values())
+        kinds = types[:, -self.columns :].expand(self.rows, -1).cpu().numpy() != 0
+        for typed, tokens in zip(kinds, self.numbers[0], strict=True):
+            runs = {run[:2] for run in _runs(tokens, ids)}
+            if any(run[:2] not in runs for run in _runs(typed, {1})):
+                return False
+        return True
+
+    def hides(self, pads: Sequence[int]) -> bool:
+        """Return whether the padding holds placeholders, which take features like others."""
+        ids = set(self.names.placeholders.values())
+        return any(_runs(row[:pad], ids) for row, pad in zip(self.numbers[0], pads, strict=True))
 
     # ---- later forwards
 

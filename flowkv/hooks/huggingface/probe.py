@@ -423,7 +423,32 @@ def odd_type(model: Any, names: Names, name: str, kind: int, *, apart: bool) -> 
         ids[:, -1] = ids[:, 0]
         if not close(found[:, 0], _forward(model, names, ids, **given)[:, 0], torch.float32):
             return "tokens of one type see later ones"
+        if apart:
+            return _try_types(model, names, ids, name, kind)
     return ""
+
+
+def _try_types(model: Any, names: Names, ids: torch.Tensor, name: str, kind: int) -> str:
+    """Note in the names whether types behind a cache are those of all tokens or of new ones only.
+
+    Returns:
+        The problem if the model answers with neither as in one pass; "" otherwise.
+    """
+    at, types = _PARTS[0], torch.zeros_like(ids)
+    types[:, at + 1 : -1] = kind
+    given, before = dict[str, Any]({name: types}), dict[str, Any]({name: types[:, :at]})
+    wanted, far = _forward(model, names, ids, **given)[:, at:], dict[int, float]()
+    for first in (at, 0):
+        cache, given[name] = native_cache(model), types[:, first:]
+        _forward(model, names, ids[:, :at], cache, **before)
+        with suppress(Exception):  # the shape may not fit
+            found = _forward(model, names, ids[:, at:], cache, at, **given)
+            far[first] = float((found - wanted).norm() / wanted.norm())
+    best = min(far, key=far.__getitem__)
+    if best < at:
+        names.whole.add(name)
+    most = _HALF_TOLERANCE if _is_half(model.dtype) else _TOLERANCE
+    return "" if far[best] <= most else f"it reads `{name}` in another way behind a cache"
 
 
 def native_cache(model: Any) -> DynamicCache:

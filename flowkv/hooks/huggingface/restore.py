@@ -349,11 +349,11 @@ class Nested:
             counted = counted.to(positions.device, positions.dtype)
             found[names.positions] = counted.expand(shape).contiguous()
         for name, types in self._types.items():
-            rows = []
+            rows, low = [], 0 if name in names.whole else base
             for part, pad in zip(parts, pads, strict=True):
                 row = types[min(part.row, len(types) - 1), part.pad :]
-                own = row[max(base - pad, 0) : total - pad]
-                rows.append(torch.nn.functional.pad(own, (total - base - len(own), 0)))
+                own = row[max(low - pad, 0) : total - pad]
+                rows.append(torch.nn.functional.pad(own, (total - low - len(own), 0)))
             found[name] = torch.stack(rows)
         return found
 
