@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,11 @@ def test_pages_that_do_not_come(
 
 
 def lose_what_is_left(patch: Patch, tier: Slow) -> None:
-    """Have nothing come that is left to come behind the forward."""
-    settle = RestoreJob.settle
+    """Have one page come, and nothing that is left to come behind the forward."""
+    settle, tier.most = RestoreJob.settle, 1
 
     def settled(job: RestoreJob, *limit: int) -> int:
-        tier.lose = 1.0
+        tier.lose, tier.most = 1.0, math.inf
         return settle(job, *limit)
 
     patch.setattr(RestoreJob, "settle", settled)
