@@ -28,15 +28,7 @@ from flowkv.core.keys import Salt
 from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
-from flowkv.hooks.huggingface.inputs import (
-    ENCODED,
-    Fill,
-    ForwardCall,
-    Names,
-    digest_of,
-    shift_salts,
-    usual,
-)
+from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, shift_salts, usual
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.press import Press, Pressing
 from flowkv.hooks.huggingface.probe import Alike, odd_type, probe, rows_alike, settle
@@ -907,10 +899,8 @@ class ForwardHook:
             or call.wants_weights  # some models compute otherwise then
             or bool((call.types or self.plan.uncounted) and self._odd_tokens(call, rows.base))
             or not (call.form or filled or call.continues)
-            or (
-                call.positions is None
-                and not (self.plan.from_0 and (whole or not rows.base or self.names.counts))
-            )
+            or (call.positions is None and not self.plan.from_0)
+            or (call.positions is None and not self.names.counts and rows.base and not whole)
             or not (
                 self.names.encoder
                 or not (call.condition or cache.options)
@@ -949,7 +939,7 @@ class ForwardHook:
     def _without_known(
         self, cache: PagedCache, call: ForwardCall
     ) -> tuple[ForwardCall, bool, bool]:
-        """Remove known columns; return the forward, and whether it is whole, and may be published.
+        """Remove known columns; return the forward, and whether it is whole, whether it departs.
 
         A whole prompt that is not the one that its cache was made for is computed from the start.
         """
@@ -958,15 +948,14 @@ class ForwardHook:
         departs = not rows.forwards and (whole or not rows.base) and self._departs(rows, call)
         if departs and whole:
             cache.empty()
-            return call, True, True
-        return left, whole, departs
+        return call if departs and whole else left, whole, departs
 
     def _departs(self, rows: Rows, call: ForwardCall) -> bool:
         """Return whether a prompt passed whole is not the one that its rows are named by."""
         pads = rows.pads.tolist()
         if self._obstacle(call, pads):
             return True
-        if self.names.encoder or ENCODED in call.modal:  # `generate` has encoded the same inputs
+        if call.encoded:  # by `generate`, which was given the same inputs
             return False
         with suppress(TypeError):  # an input without a digest
             prompts = call.prompts(pads, by_place=self.alike_rows(call.rows) != "alike")
