@@ -17,6 +17,7 @@ the log yet.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -303,9 +304,9 @@ class ErasureLog:
             self._fd, self._writable = self._descriptor()
             self._let_go = weakref.finalize(self, os.close, self._fd)
             status = os.fstat(self._fd)
-        except OSError:
+        except OSError as error:
             self.close()
-            self._do_without(anew)
+            self._do_without(anew and error.errno not in (errno.EMFILE, errno.ENFILE))
             return
         self._file = status.st_dev, status.st_ino
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:  # others may write to it

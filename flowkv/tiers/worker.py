@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, cast
 from flowkv.core.clock import Clock
 from flowkv.core.errors import StateError
 from flowkv.core.memory import HUGE_BYTES, own_memory
+from flowkv.core.reaper import begin
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, TierAnswer
 
 
@@ -544,13 +545,9 @@ class Workers(RequestQueue):
 
     def _hire(self, *, stores_first: bool = False) -> None:
         hand = Hand(stores_first)
-        hand.thread = threading.Thread(
-            target=self._run, args=(hand,), name=f"flowkv {self._name}", daemon=True
-        )
         self._hands.append(hand)
-        try:
-            hand.thread.start()
-        except (RuntimeError, MemoryError):  # the system has no thread or memory now
+        hand.thread = begin(self._run, hand, name=f"flowkv {self._name}")
+        if hand.thread is None:
             self._hands.remove(hand)
             if all(other.overdue for other in self._hands):
                 self.fail_waiting("memory")

@@ -790,6 +790,19 @@ class TestInputs:
                 assert_same(generate(model, 2, input_ids=ids), theirs)
             assert reused(kv)
 
+    @torch.no_grad()
+    def test_padding_of_a_cache_made_beforehand(self, model: Any) -> None:
+        """`generate` counts the tokens of a row, and a loop without positions all columns."""
+        ids = torch.cat([models.prompt(40), models.prompt(40, 2)])
+        mask = torch.ones_like(ids)
+        mask[1, :11] = 0
+        given = dict(input_ids=ids, attention_mask=mask)
+        theirs = generate(model, 2, **given)
+        with attached(model, page_size=8) as kv:
+            for _ in range(2):
+                model(**given, past_key_values=kv.cache(**given), logits_to_keep=1)
+                assert_same(generate(model, 2, **given, past_key_values=kv.cache(**given)), theirs)
+
     def test_no_cache_is_made_for_them(self, model: Any) -> None:
         ids, positions = models.prompt(40), torch.arange(40)[None] + 5
         with attached(model) as kv:

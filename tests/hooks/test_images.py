@@ -490,6 +490,40 @@ def test_a_cache_made_beforehand_is_given_another_image() -> None:
         assert reused(kv) > 0
 
 
+@pytest.mark.parametrize("left_out", ["pixel_values", "token_type_ids"])
+def test_a_cache_made_beforehand_is_not_given_all(left_out: str) -> None:
+    """Its names are those of pages with images and types, which these are not."""
+    seeing: Any = models.llava() if left_out == "pixel_values" else _seeing()
+    token = models.IMAGE_TOKEN if left_out == "pixel_values" else IMAGE
+    call = pictured(text(30, 1), 1, text(9, 2), token=token)
+    if left_out == "pixel_values":
+        del call["token_type_ids"]
+    less = {key: value for key, value in call.items() if key != left_out}
+    wanted = [passed(seeing, given) for given in (call, less)]
+    with attached(seeing, page_size=8) as kv:
+        for made_for, given, n in [(call, less, 1), (less, call, 0)] * 2:
+            cache = kv.cache(**made_for)
+            with torch.no_grad():
+                ours = seeing(**given, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            assert torch.allclose(ours, wanted[n], atol=1e-3)
+            assert torch.allclose(passed(seeing, call), wanted[0], atol=1e-3)
+        assert reused(kv) > 0
+
+
+@torch.no_grad()
+def test_positions_that_leave_some_out() -> None:
+    """They may be larger than there are tokens, as those of a slow video."""
+    vision = made("qwen3_vl")
+    ids, places = text(40, 1), torch.arange(40).repeat(3, 1, 1)
+    places[..., 20:] += 9
+    given = dict(input_ids=ids, position_ids=places)
+    theirs = passed(vision, given)
+    with attached(vision, page_size=8) as kv:
+        passed(vision, given)
+        ours = vision(**given, past_key_values=kv.cache(**given), logits_to_keep=1).logits[:, -1]
+        assert torch.allclose(ours, theirs, atol=1e-3) and reused(kv)
+
+
 @torch.no_grad()
 def test_positions_between_whole_numbers() -> None:
     """Frames of a video may have such: pages are of exactly these positions."""

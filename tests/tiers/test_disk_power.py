@@ -172,27 +172,35 @@ def power_losses(points: int, seed: int, *, durable: bool) -> Machine:
 
 
 class Unsynced(FilesEngine):
-    """Keeps syncs to itself until `fail`."""
+    """Keeps syncs to itself until `fail`, or until writes come, if they are `failing`."""
 
     syncs: tuple[int, ...] = ()
+    failing = False
 
     def submit(self, operations: Operations) -> None:
         self.syncs += tuple(operations[operations["op"] == SYNC]["tag"].tolist())
         super().submit(operations[operations["op"] != SYNC])
+        if self.failing and (operations["op"] != SYNC).any():
+            self.fail()
 
     def fail(self) -> None:
-        self._reports.post([(tag, -errno.EIO) for tag in self.syncs])
+        failed, self.syncs = self.syncs, ()
+        self._reports.post([(tag, -errno.EIO) for tag in failed])
 
 
-def test_F2_a_failed_sync_is_that_of_every_write_before_it() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_F2_a_failed_sync_is_that_of_every_write_before_it(at_once: bool) -> None:
     """The kernel drops what it could not write, and the next sync of the file succeeds."""
     files = MemoryFiles()
     engine = Unsynced(files)
     tier = DiskTier(PLACE, SMALL, files=files, engine=engine, threads=0, durability="sync")
     for name in (0, 1):
         tier.submit_store([Store(KEYS[name], INFOS[name], memoryview(BODIES[name]))])
-        assert tier.poll() == []
-    engine.fail()
+        if not engine.failing:
+            assert tier.poll() == []
+        engine.failing = at_once
+    if not at_once:
+        engine.fail()
     found = {(answer.key, answer.reason) for answer in tier.poll()}
     assert found == {(KEYS[0], "EIO"), (KEYS[1], "EIO")}
     assert tier.contains(KEYS[:2]) == [False, False]

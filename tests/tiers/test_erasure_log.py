@@ -115,6 +115,25 @@ def test_what_is_erased_while_no_descriptor_is_left(
     assert heard(log).keys == {KEYS[1][:8]}
 
 
+def test_a_sound_log_stays_while_no_descriptor_is_left(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, eraser = ErasureLog(path), ErasureLog(path)
+    reader.news()
+    tell(eraser, KEYS[0])
+    eraser.close()
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(erasure_log, "open_descriptor", refuse)
+        with pytest.raises(StoreError), eraser.erasing():
+            pass
+    tell(eraser, KEYS[1])
+    assert heard(reader).keys == {KEYS[0][:8], KEYS[1][:8]}
+
+
 def test_a_file_that_is_gone_once_it_is_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on network file systems: the error reached the caller of `attach` or `open`."""
     eraser, own, calls = ErasureLog(path), os.fstat, itertools.count()

@@ -28,7 +28,7 @@ from flowkv.core.keys import Salt
 from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
-from flowkv.hooks.huggingface.inputs import ENCODED, Fill, ForwardCall, Names, digest_of, usual
+from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, shift_salts, usual
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.press import Press, Pressing
 from flowkv.hooks.huggingface.probe import Alike, odd_type, probe, rows_alike, settle
@@ -682,7 +682,9 @@ class ForwardHook:
         # What a press leaves of the prompt has pages of its own. Which inputs of unknown names a
         # cache with tokens stands for, neither the model's `generate` nor `_go_on` can know.
         apart = isinstance(self.sparsifier, Press) or call.fillers.keys() != call.modal.keys()
-        apart |= call.positions is None and not self.plan.from_0  # a loop may leave them out, too
+        if call.positions is None:  # a loop may leave them out, too, and `generate` makes others
+            counted = any(pads) and self.names.positions in self.names.parameters
+            apart |= counted or not self.plan.from_0
         most = 0 if apart else call.columns - max(1, self._asked)
         limits = ReuseLimits(most, care=care, wait=wait)
         return self._paged(self._admit(call, pads, limits), call, pads)
@@ -898,7 +900,7 @@ class ForwardHook:
             or bool((call.types or self.plan.uncounted) and self._odd_tokens(call, rows.base))
             or not (call.form or filled or call.continues)
             or (call.positions is None and not self.plan.from_0)
-            or (call.unplaced and rows.base and not whole)
+            or (call.positions is None and not self.names.counts and rows.base and not whole)
             or not (
                 self.names.encoder
                 or not (call.condition or cache.options)
@@ -937,7 +939,7 @@ class ForwardHook:
     def _without_known(
         self, cache: PagedCache, call: ForwardCall
     ) -> tuple[ForwardCall, bool, bool]:
-        """Remove known columns; return the forward, and whether it is whole, and may be published.
+        """Remove known columns; return the forward, and whether it is whole, whether it departs.
 
         A whole prompt that is not the one that its cache was made for is computed from the start.
         """
@@ -946,20 +948,23 @@ class ForwardHook:
         departs = not rows.forwards and (whole or not rows.base) and self._departs(rows, call)
         if departs and whole:
             cache.empty()
-            return call, True, True
-        return left, whole, departs
+        return call if departs and whole else left, whole, departs
 
     def _departs(self, rows: Rows, call: ForwardCall) -> bool:
         """Return whether a prompt passed whole is not the one that its rows are named by."""
         pads = rows.pads.tolist()
         if self._obstacle(call, pads):
             return True
-        if self.names.encoder or ENCODED in call.modal:  # `generate` has encoded the same inputs
+        if call.encoded:  # by `generate`, which was given the same inputs
             return False
         with suppress(TypeError):  # an input without a digest
-            for row, (seq, prompt) in enumerate(zip(rows.seqs, call.prompts(pads), strict=False)):
-                below = [salt for salt in prompt.salts if salt.position < rows.base]
-                if any(salt not in seq.salts for salt in (*call.fill.salts(row), *below)):
+            prompts = call.prompts(pads, by_place=self.alike_rows(call.rows) != "alike")
+            places = call.shifts(pads)  # `generate` makes them for a cache that knows of none
+            for row, (seq, prompt) in enumerate(zip(rows.seqs, prompts, strict=False)):
+                free = [] if places is None else shift_salts(places[:, row, prompt.pad :])
+                told = {s for s in seq.salts if s.position < len(prompt.tokens)} - {_LONG}
+                odd = told.symmetric_difference(prompt.salts)
+                if any(salt.position < rows.base or salt not in free for salt in odd):
                     return True
             return False
         return True

@@ -536,6 +536,11 @@ class ForwardCall:
         return self.modal | more
 
     @property
+    def encoded(self) -> bool:
+        """Return whether an encoder has read the inputs before."""
+        return self.names.encoder or ENCODED in self.modal
+
+    @property
     def plain(self) -> bool:
         """Return whether further inputs are numbers and texts for all tokens of a batch."""
         return all(map(is_plain, self.condition.values()))

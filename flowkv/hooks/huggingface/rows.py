@@ -698,7 +698,9 @@ def _continues(rows: Rows, call: ForwardCall) -> bool:
     mask, positions = call.mask, call.positions
     if _is_flat(mask):
         return mask.shape[1] in (rows.told + call.columns, rows.base + call.columns)
-    return isinstance(positions, torch.Tensor) and int(positions.max()) >= call.columns
+    if not isinstance(positions, torch.Tensor) or not positions.min():
+        return False  # those of a prompt begin at 0, and may leave out some
+    return int(positions.max()) >= call.columns
 
 
 def _is_flat(mask: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

@@ -828,7 +828,7 @@ class DiskScheduler:
                 self._syncing = False
                 if flight.error:  # it is that of all writes so far: the next sync may succeed
                     flight.group, self._written = [*flight.group, *self._written], []
-                    for one, _ in self._flights.values():
+                    for one in [*wrote, *(one for one, _ in self._flights.values())]:
                         if any(item.stores for item in one.items):
                             one.error = one.error or flight.error
                 self._finish_stores(flight.group, flight.error)

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.files import open_descriptor
 from flowkv.core.memory import address_of, own_memory
+from flowkv.core.reaper import begin
 
 READ, WRITE, SYNC = 0, 1, 2
 
@@ -318,15 +319,11 @@ class ThreadsEngine(DirectFiles):
                 self._start()
 
     def _start(self) -> bool:
-        thread = threading.Thread(target=self._run, name="flowkv io", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no thread now, or the interpreter is about to end
-            if not self._threads:
-                raise
-            return False
-        self._threads.append(thread)
-        return True
+        thread = begin(self._run, name="flowkv io")
+        if thread is None and not self._threads:
+            raise RuntimeError("no thread can start")
+        self._threads += [thread] if thread else []
+        return thread is not None
 
     def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
         """Return the completions so far; wait up to `timeout_s` for the first `least` of them."""

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from flowkv.compiled.addresses import fence
 from flowkv.compiled.machine_code import kept
 from flowkv.core.errors import StateError
+from flowkv.core.reaper import begin
 from flowkv.tiers.io.engine import (
     COMPLETION,
     OPERATION,
@@ -606,8 +607,11 @@ class UringEngine(DirectFiles):
         except OSError:
             os.close(self._wake_fd)
             raise
-        self._thread = threading.Thread(target=self._run, name="flowkv io_uring", daemon=True)
-        self._thread.start()
+        thread = begin(self._run, name="flowkv io_uring")
+        if thread is None:
+            self._close_files()
+            raise OSError(errno.EAGAIN, "no thread can start")
+        self._thread = thread
         self._up.wait()
         if self._error is not None:
             self._thread.join()

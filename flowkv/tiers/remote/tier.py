@@ -26,6 +26,7 @@ from flowkv.compiled import compiling
 from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
+from flowkv.core.reaper import begin
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.erasure_log import Erased
@@ -324,13 +325,9 @@ class Aside:
         if not self._free.acquire(blocking=False):
             raise TimeoutError("earlier calls to the engine still hang")
         answer: Future[Result] = Future()
-        name = f"flowkv {self._name}"
-        thread = threading.Thread(target=self._run, args=(work, answer), name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
+        if begin(self._run, work, answer, name=f"flowkv {self._name}") is None:
             self._free.release()
-            raise OSError(f"no thread can start ({error})") from error
+            raise OSError("no thread can start")
         if not wait([answer], timeout_s).done:
             raise TimeoutError(f"the engine did not answer within {timeout_s:g} s")
         return answer.result()

@@ -223,6 +223,21 @@ def test_nothing_is_left_behind() -> None:
         time.sleep(0.01)
 
 
+def test_without_a_thread_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rigged("io_uring"):
+        pass
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    with pytest.raises(OSError, match="no thread"):
+        UringEngine(depth=4)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_without_memory_for_the_loop_no_ring_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     with rigged("io_uring"):
         pass
