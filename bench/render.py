@@ -553,7 +553,7 @@ def cold(results: Results) -> str:
 
 @block
 def longtasks(results: Results) -> str:
-    """For each task and way: right answers; for each text: divergence, same tokens, perplexity."""
+    """For each task and way: right answers; for each length and text: divergence, same tokens."""
     parts = []
     for head, rows in results.get("longtasks_cpu", {}).get("tables", []):
         if "KL" not in head:
@@ -573,11 +573,11 @@ def longtasks(results: Results) -> str:
             kl, *ends = (float(number.strip("[],")) for number in cell["KL"].split())
             widest = max(widest, *(abs(end - kl) / kl for end in ends))
             same = cell["same token"].partition(" ")[0]
-            shown = f"{kl:.3g}, {same}, {cell['ppl'].replace(' ', '')}"
-            lines.setdefault(f"{cell['way']}{bits}", {})[cell["text"]] = shown
+            way = f"{cell['context']}, {cell['way']}{bits}"
+            lines.setdefault(way, {})[cell["text"]] = f"{kl:.3g}, {same}"
         texts = list(dict.fromkeys(row[0] for row in rows))
         ways = [[way, *(line.get(text, "") for text in texts)] for way, line in lines.items()]
-        parts.append(table(["KL, same token, ppl", *texts], ways))
+        parts.append(table(["tokens; KL, same token", *texts], ways))
         parts.append(f"95% intervals of KL, by bootstrap over prompts: at most {widest:.0%} off.")
     return "\n\n".join(parts) or NOT_YET
 
