@@ -233,8 +233,8 @@ class Pressing(Thinning):
         other = cache.options or rows.shifts.any() or any(seq.salts for seq in rows.seqs)
         try:
             for problem, found in (
-                ("K and V of the prompt depend on more than its tokens", rows.blind),
                 ("the padding of the prompt has no position_ids", rows.by_column),
+                ("K and V of the prompt depend on more than its tokens", rows.blind),
                 ("positions depend on length", not same_encoding(rows, self.columns)),
                 ("the pages of the prompt are named by more than its tokens", other),
             ):
