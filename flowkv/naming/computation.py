@@ -220,8 +220,8 @@ class Walk:
     @property
     def digest(self) -> str:
         """Return the hex digest of all leaves."""
-        # 1 named pages that were computed wrongly in place of lost ones (SECURITY.md, advisories).
-        state = hashlib.sha256(b"flowkv.computation/4")
+        # Earlier ones named pages that were computed wrongly (SECURITY.md, advisories).
+        state = hashlib.sha256(b"flowkv.computation/5")
         for path, text in sorted(self.leaves.items()):
             line = f"{path}\0{text}".encode("utf-8", "surrogatepass")
             state.update(len(line).to_bytes(4, "little") + line)
