@@ -391,7 +391,7 @@ def test_an_image_behind_a_known_prefix_sees_itself_whole() -> None:
         for call in (calls[0], given):
             found = generate(model, 4, **call, past_key_values=kv.cache(**call))
         assert_same(found, wanted)
-        assert reused(kv) > 30
+        assert reused(kv) > 30 or not hasattr(model, "_supports_mm_encoder_outputs")
 
 
 @pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*one type see later ones")

@@ -52,7 +52,13 @@ from flowkv.hooks.huggingface.rows import (
     without_known,
 )
 from flowkv.hooks.huggingface.thin import Thinning
-from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
+from flowkv.hooks.huggingface.versions import (
+    ENCODES,
+    PREFILL,
+    DynamicCache,
+    EncoderDecoderCache,
+    captured,
+)
 from flowkv.naming.identity import (
     TRACED,
     TRANSFORM,
@@ -685,6 +691,7 @@ class ForwardHook:
         if call.positions is None:  # a loop may leave them out, too, and `generate` makes others
             counted = any(pads) and self.names.positions in self.names.parameters
             apart |= counted or not self.plan.from_0
+        apart |= bool(call.fillers and (call.types or call.unplaced)) and not ENCODES
         most = 0 if apart else call.columns - max(1, self._asked)
         limits = ReuseLimits(most, care=care, wait=wait)
         return self._paged(self._admit(call, pads, limits), call, pads)
