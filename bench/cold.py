@@ -35,6 +35,7 @@ from flowkv.hooks.huggingface.attach import door_of
 from flowkv.hooks.huggingface.calibrate import Calibrator
 from flowkv.kernels.reference import decoded, encoded
 from flowkv.kvt.codec import PageCoder, read_head
+from flowkv.kvt.tier import BATCH_TOKENS
 from flowkv.report.screen import Screen
 from flowkv.tiers.base import Outcome, TierAnswer
 from flowkv.tiers.disk.tier import DiskTier
@@ -58,22 +59,28 @@ def texts() -> dict[str, str]:
 
 
 def speeds(model: Any, coder: Any, ids: list[int]) -> dict[str, float]:
-    """GB/s of raw pages that one core codes and decodes, and MB of the basis."""
+    """GB/s of raw pages that one core codes, and decodes alone and in batches; MB of the basis."""
     size, layout = coder.layout.page_size, coder.layout
     with torch.inference_mode():
         layers = model(torch.tensor([ids[: 2 * size]]), use_cache=True).past_key_values.layers
-    body, back = bytearray(layout.page_bytes), bytearray(layout.page_bytes)
+    body, many = bytearray(layout.page_bytes), max(1, BATCH_TOKENS // size)
+    backs = [memoryview(bytearray(layout.page_bytes)) for _ in range(many)]
     for name, view in zip(("keys", "values"), coder.views(memoryview(body)), strict=True):
         view.copy_(torch.stack([getattr(one, name)[0, :, size : 2 * size] for one in layers]))
-    threads, best = torch.get_num_threads(), {"codes": math.inf, "decodes": math.inf}
+    threads, best = torch.get_num_threads(), dict.fromkeys(("codes", "decodes", "batch"), math.inf)
     torch.set_num_threads(1)
     for _ in range(20):
         began = time.perf_counter()
         data = coder.encode(memoryview(body), 1)
         coded = time.perf_counter()
-        assert coder.decode(memoryview(data), memoryview(back), 0, layout.layers)
-        best["codes"] = min(best["codes"], coded - began)
-        best["decodes"] = min(best["decodes"], time.perf_counter() - coded)
+        assert coder.decode(memoryview(data), backs[0], 0, layout.layers)
+        alone = time.perf_counter()
+        pages = [(memoryview(data), back) for back in backs]
+        assert all(coder.decode_batch(pages, 0, layout.layers))
+        took = coded - began, alone - coded, (time.perf_counter() - alone) / many
+        best = {
+            name: min(least, one) for (name, least), one in zip(best.items(), took, strict=True)
+        }
     torch.set_num_threads(threads)
     found = {f"{name}_gb_per_s": len(body) / took / 1e9 for name, took in best.items()}
     return {**found, "basis_mb": len(coder.data) / 1e6}

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 
 from flowkv.compiled.machine_code import kept
@@ -134,7 +135,7 @@ class KeyTurns:
         out = keys.clone()
         for number in {*which} - {-1}:
             own = [n for n, turn in enumerate(which) if turn == number]
-            cos, sin = self._angles(number, start, keys.shape[2])
+            cos, sin = self._angles(number, (start,), keys.shape[2])
             out[own] = self.turns[number].moved(keys[own], cos, -sin if back else sin)
         return out
 
@@ -162,33 +163,29 @@ class KeyTurns:
             score += (np.exp(-1j * angle) @ alike.sum((0, 1)).numpy()).real
         return int(score.argmax())
 
-    def finish(
-        self, parts: Sequence[torch.Tensor], scale: Floats, out: torch.Tensor, first: int, at: Any
-    ) -> None:
-        """Write elements of a chunk, of keys in their rotation.
+    def of_chunk(self, layers: range, starts: Any, count: int) -> list[tuple[Any, ...]]:
+        """Return each rotation of some layers' keys: a mask of its layers, and angles and place.
 
         Args:
-            parts: What `BasisChunk.synthesise` returned.
-            scale: Units of its second part.
-            out: Memory of some layers, float32 `[layers, heads, tokens, dim]`.
-            first: First of these layers within the chunk.
-            at: First of them within the group, and position of the first token; None for values.
+            layers: The layers.
+            starts: Position of the first token of each page; None for values, which do not rotate.
+            count: Tokens of a page.
         """
-        which = np.full(len(out), -1)
-        if at is not None:
-            which = np.array(self.of_layer[at[0] : at[0] + len(out)])
-        arrays = [one.numpy() for one in (*parts, out)]
+        found, still = list[tuple[Any, ...]](), (_STILL, _STILL, False, 0)
+        which = np.array([-1 if starts is None else self.of_layer[layer] for layer in layers])
         for number in {*which.tolist()}:
-            angles, place = (_STILL, _STILL), (first, False, 0)
+            turn = still
             if number >= 0:
-                cos, sin = self._angles(number, at[1], out.shape[2])
-                angles, place = (cos.numpy(), sin.numpy()), (first, *self.turns[number][1:])
-            _finish(*arrays, scale, which == number, angles, place)
+                angles = (one.numpy() for one in self._angles(number, starts, count))
+                turn = *angles, *self.turns[number][1:]
+            found.append((which == number, turn))
+        return found
 
-    def _angles(self, number: int, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        known, asked = getattr(self._memory, "angles", None), (number, start, count)
+    def _angles(self, number: int, starts: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        known, asked = getattr(self._memory, "angles", None), (number, starts, count)
         if known is None or known[0] != asked:
-            cos, sin = self.turns[number].angles(np.arange(start, start + count))
+            positions = np.add.outer(np.array(starts), np.arange(count)).ravel()
+            cos, sin = self.turns[number].angles(positions)
             known = self._memory.angles = asked, cos[:, 0], sin[:, 0]
         return known[1], known[2]
 
@@ -197,25 +194,62 @@ _STILL = np.zeros((1, 0), np.float32)
 
 
 @kept(nogil=True)
-def _finish(base, sums, out, scale, own, angles, place):  # type: ignore[no-untyped-def]
-    (layers, heads, tokens, dim), (cos, sin) = out.shape, angles
-    (first, interleaved, start), half = place, cos.shape[1]
-    one, two = (2, 1) if interleaved else (1, half)
-    for layer in range(layers):
+def finish(coded, chunk, shape, out, place, own, turn):  # type: ignore[no-untyped-def]
+    """Write elements of a page's chunk, of keys in their rotation.
+
+    Args:
+        coded: Coarse coefficients float32 `[axes, tokens]` of all pages, what `BasisChunk.sums`
+            returned for them, the row in the next one of tokens that are stored whole, else -1, i32
+            `[tokens]`, and these float32 `[rows, n]`.
+        chunk: `BasisChunk.parts`.
+        shape: Number of the page, first layer within the chunk, heads, dim, tokens of a page.
+        out: Memory float32 of layers.
+        place: Index of the first element, and strides of layers and heads.
+        own: Layers that are written, bool `[layers]`.
+        turn: Their rotation, see `KeyTurns.of_chunk`.
+    """
+    (coarse, sums, kept_at, whole), (mean, axes, scale) = coded, chunk
+    (page, first, heads, dim, tokens), (begin, deep, wide), (cos, sin) = shape, place, turn[:2]
+    angles = cos[page * tokens :], sin[page * tokens :]
+    for layer in range(len(own)):
         if not own[layer]:
             continue
         for head in range(heads):
-            at = ((first + layer) * heads + head) * dim
-            units = scale[at : at + dim]
-            for token in range(tokens):
-                x, y = base[token, at : at + dim], sums[token, at : at + dim]
-                row = out[layer, head, token]
-                for n in range(dim):
-                    row[n] = x[n] + units[n] * np.float32(y[n])
-                for n in range(half):
-                    u, v = row[start + one * n], row[start + one * n + two]
-                    row[start + one * n] = u * cos[token, n] - v * sin[token, n]
-                    row[start + one * n + two] = v * cos[token, n] + u * sin[token, n]
+            at, to = ((first + layer) * heads + head) * dim, begin + layer * deep + head * wide
+            middle, units = mean[at : at + dim], scale[at : at + dim]
+            for token in range(page * tokens, (page + 1) * tokens):
+                row, to = out[to : to + dim], to + dim
+                if kept_at[token] >= 0:
+                    row[:] = whole[kept_at[token], at : at + dim]
+                else:
+                    sized = sums[token, at : at + dim]
+                    for n in range(dim):
+                        row[n] = middle[n] + units[n] * np.float32(sized[n])
+                    for k in range(0, len(axes), 4):
+                        a, b = coarse[k, token], coarse[k + 1, token]
+                        c, d = coarse[k + 2, token], coarse[k + 3, token]
+                        x, y = axes[k, at : at + dim], axes[k + 1, at : at + dim]
+                        z, w = axes[k + 2, at : at + dim], axes[k + 3, at : at + dim]
+                        for n in range(dim):
+                            row[n] += (a * x[n] + b * y[n]) + (c * z[n] + d * w[n])
+            if cos.shape[1]:
+                _rotate(out[to - tokens * dim : to].reshape(tokens, dim), *angles, *turn[2:])
+
+
+@njit
+def _rotate(rows, cos, sin, interleaved, start):  # type: ignore[no-untyped-def]
+    half = cos.shape[1]
+    for token in range(len(rows)):
+        row, c, s = rows[token, start:], cos[token], sin[token]
+        if interleaved:
+            for n in range(half):
+                u, v = row[2 * n], row[2 * n + 1]
+                row[2 * n], row[2 * n + 1] = u * c[n] - v * s[n], v * c[n] + u * s[n]
+        else:
+            one, two = row[:half], row[half : 2 * half]
+            for n in range(half):
+                u, v = one[n], two[n]
+                one[n], two[n] = u * c[n] - v * s[n], v * c[n] + u * s[n]
 
 
 def _alike(one: KeyTurn, other: KeyTurn) -> bool:
@@ -297,6 +331,7 @@ class BasisChunk:
     Attributes:
         axes: Number of axes.
         coarse_axes: Number of those that are multiplied as floats.
+        parts: Mean, elements along these axes and some of zeros, up to a multiple of 4, and scale.
     """
 
     def __init__(
@@ -312,6 +347,7 @@ class BasisChunk:
         self.mean, self.metric, self.classes = torch.from_numpy(mean), metric, classes
         self.axes, self.coarse_axes = len(classes), len(coarse)
         self.coarse, self.fine, self.scale = torch.from_numpy(coarse), torch.from_numpy(fine), scale
+        self.parts = mean, np.pad(coarse, ((0, -len(coarse) % 4), (0, 0))), scale
         whole = np.concatenate([coarse, fine * scale])
         apart = whole.reshape(self.axes, *metric.shape[:-1])
         priced = np.einsum("alhd,lhde->alhe", apart, metric).reshape(self.axes, -1)
@@ -328,17 +364,17 @@ class BasisChunk:
         out[:, self.coarse_axes :] = x.to(_SHORT) @ self._analysis[1]
         return out.round_()
 
-    def synthesise(self, coarse: torch.Tensor, fine: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return two parts of the elements `[tokens, n]`: floats, and i32 in units of `scale`.
+    def sums(self, fine: torch.Tensor, out: torch.Tensor) -> None:
+        """Write sums i32 `[tokens, n]`, in units of `scale`.
 
         Args:
-            coarse: Coefficients of the first axes, float32 `[tokens, axes]`.
-            fine: Those of the others, i8.
+            fine: Coefficients behind the coarse ones, i8 `[tokens, axes]`.
+            out: Memory of the sums.
         """
-        base = torch.addmm(self.mean, coarse, self.coarse)
         if fine.shape[1] and multiplies_bytes():
-            return base, torch._int_mm(fine, self.fine)
-        return base, (fine.float() @ self.fine.float()).int()  # whole numbers below 2**24, the same
+            torch._int_mm(fine, self.fine, out=out)
+        else:  # whole numbers below 2**24, the same
+            out.copy_(fine.float() @ self.fine.float())
 
 
 class Basis:

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import struct
-from typing import NamedTuple
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from flowkv.core.geometry import PageLayout
-from flowkv.kvt.basis import LEAST_DEVIATION, Basis, chunk_places, digest, shape_of
-from flowkv.kvt.entropy import CodedSymbols
+from flowkv.kvt.basis import LEAST_DEVIATION, Basis, chunk_places, digest, finish, shape_of
+from flowkv.kvt.entropy import Array
 
 MAGIC = b"KVT1"
 SINKS = 4
@@ -33,6 +36,21 @@ _OF_TOKEN = 4
 _HEAD, _CHUNK = struct.Struct("<4s16sII4x"), struct.Struct("<III")
 _MOST, _MOST_COARSE = 127, 32767
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class _Scratch(threading.local):
+    """Memory of a thread that decodes: new memory would cost as much as what is done in it."""
+
+    def array(self, name: str, dtype: Any, *shape: int) -> Array:
+        """Return memory, which is the same one whenever it is asked for by this name."""
+        size, own = math.prod(shape), getattr(self, name, None)
+        if own is None or own.size < size:
+            own = np.empty(size, dtype)
+            setattr(self, name, own)
+        return own[:size].reshape(shape)
+
+
+_SCRATCH = _Scratch()
 
 
 class PageHead(NamedTuple):
@@ -195,41 +213,82 @@ class PageCoder:
             first: First layer.
             layers: Number of layers.
         """
-        if (found := self.parts(data)) is None:
-            return False
-        page, start_token = self.layout.page_size, found[0] * self.layout.page_size
-        views, wanted = self.views(target, layers), range(first, first + layers)
-        for place, chunk, (start, words, literals, tokens) in zip(
-            self.places, self.basis.chunks, found[1].tolist(), strict=True
-        ):
-            here = range(max(first, place.layers.start), min(wanted.stop, place.layers.stop))
+        return self.decode_batch([(data, target)], first, layers)[0]
+
+    def decode_batch(
+        self, pages: Sequence[tuple[memoryview, memoryview]], first: int, layers: int
+    ) -> list[bool]:
+        """Write layers of coded pages; return which were such pages.
+
+        Args:
+            pages: Each coded page, and the memory of these layers of it.
+            first: First layer.
+            layers: Number of layers.
+        """
+        found = [self.parts(data) for data, _ in pages]
+        size, end, sound = self.layout.page_size, first + layers, np.ones(len(pages), np.bool_)
+        starts = tuple(size * (one[0] if one else 0) for one in found)
+        nothing, data = np.zeros((len(self.places), 4), np.int64), b"".join(one for one, _ in pages)
+        parts = np.stack([nothing if one is None else one[1] for one in found])
+        parts[..., 0] += np.cumsum([0, *(len(one) for one, _ in pages[:-1])])[:, None]
+        views = [self.views(target, layers) for _, target in pages]
+        for number, place in enumerate(self.places):
+            here = range(max(first, place.layers.start), min(end, place.layers.stop))
             if not here:
                 continue
+            coded = self._coefficients(number, data, parts[:, number], sound)
+            turns = self.basis.turns.of_chunk(here, None if place.side else starts, size)
+            written = slice(here.start - first, here.stop - first)
+            form = here.start - place.layers.start, *shape_of(place, self.layout)[1:], size
+            for page in sound.nonzero()[0].tolist():
+                side = view = views[page][place.side][written, place.heads]
+                memory: Any = pages[page][1]
+                if self._dtype is not torch.float32:
+                    memory = _SCRATCH.array("side", np.float32, *view.shape)
+                    side = torch.from_numpy(memory)
+                out = np.frombuffer(memory, np.float32, memory.nbytes // 4)
+                strides = side.storage_offset(), *side.stride()[:2]
+                for turn in turns:
+                    finish(
+                        coded, self.basis.chunks[number].parts, (page, *form), out, strides, *turn
+                    )
+                if self._dtype is torch.float16:  # what is near its end may come back beyond it
+                    side.clamp_(-65504.0, 65504.0)
+                if side is not view:
+                    view.copy_(side)
+        return [bool(one) for one in sound]
+
+    def _coefficients(
+        self, number: int, data: bytes, parts: Array, sound: Array
+    ) -> tuple[Array, ...]:
+        """Decode the coefficients of a chunk of some pages; return what `finish` needs of them.
+
+        Args:
+            number: Number of the chunk.
+            data: Bytes of the pages.
+            parts: Where their chunks lie, `[pages, 4]`: see `parts`.
+            sound: Which pages are sound so far; cleared for those that are not.
+        """
+        chunk, size = self.basis.chunks[number], self.layout.page_size
+        (padded, n), tokens, count = chunk.parts[1].shape, size * len(parts), 0
+        coarse = _SCRATCH.array("coarse", np.float32, padded, tokens)
+        fine = _SCRATCH.array("fine", np.int8, chunk.axes - chunk.coarse_axes, tokens)
+        sums = _SCRATCH.array("sums", np.int32, tokens, n)
+        own, coarse[chunk.coarse_axes :] = coarse[: chunk.coarse_axes], 0
+        sound &= self.basis.tables.decode(data, parts, chunk.classes, own, fine)
+        chunk.sums(torch.from_numpy(fine).T, torch.from_numpy(sums))
+        rows, where = [np.empty((0, n), np.float32)], np.full(tokens, -1, np.int32)
+        for page in parts[:, 3].nonzero()[0].tolist():
+            start, words, literals, some = parts[page].tolist()
             at = start + 2 * (words + literals)
-            coded = CodedSymbols(
-                np.frombuffer(data[start : start + 2 * words], np.uint16),
-                np.frombuffer(data[start + 2 * words : at], np.int16),
-            )
-            coarse = np.empty((page, chunk.coarse_axes), np.float32)
-            fine = np.empty((page, chunk.axes - chunk.coarse_axes), np.int8)
-            if not self.basis.tables.decode(coded, chunk.classes, coarse.T, fine.T):
-                return False
-            x = chunk.synthesise(torch.from_numpy(coarse), torch.from_numpy(fine))
-            if tokens:
-                index = np.frombuffer(data[at : at + tokens], np.uint8).astype(np.int64)
-                if int(index.max()) >= page:
-                    return False
-                end, rows = at + tokens * (1 + 2 * len(chunk.mean)), torch.from_numpy(index)
-                kept = torch.from_numpy(np.frombuffer(data[at + tokens : end], np.int16).copy())
-                x[0][rows], x[1][rows] = kept.view(self._short).view(tokens, -1).float(), 0
-            _, heads, dim = shape_of(place, self.layout)
-            side = x[0].new_empty((len(here), heads, page, dim))
-            where = None if place.side else (here.start, start_token)
-            self.basis.turns.finish(x, chunk.scale, side, here.start - place.layers.start, where)
-            if self._dtype is torch.float16:  # what is near its end may come back beyond it
-                side = side.clamp_(-65504.0, 65504.0)
-            views[place.side][here.start - first : here.stop - first, place.heads].copy_(side)
-        return True
+            index, at = np.frombuffer(data, np.uint8, some, at).astype(np.int64), at + some
+            if sound[page] and (index < size).all():
+                kept = torch.from_numpy(np.frombuffer(data, np.int16, n * some, at).copy())
+                rows.append(kept.view(self._short).view(some, n).float().numpy())
+                where[page * size + index] = np.arange(count, count := count + some)
+            else:
+                sound[page] = False
+        return coarse, sums, where, np.concatenate(rows)
 
     def parts(self, data: memoryview) -> tuple[int, NDArray[np.int64]] | None:
         """Return the number of a coded page, and where its chunks lie; None if it is none of these.

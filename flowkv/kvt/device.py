@@ -126,23 +126,24 @@ class DeviceQueue:
         self._leads, self._again_s = False, 0.0
         self._proven = dict[bytes, bool]()  # by basis; False until its trial is passed
 
-    def decode_soon(self, page: CodedPage, decoder: Decoders) -> None:
-        """Decode a page, and what else waits unless another thread does.
+    def decode_soon(self, pages: Sequence[CodedPage], decoder: Decoders) -> None:
+        """Decode pages, and what else waits unless another thread does.
 
         Args:
-            page: The page.
+            pages: The pages.
             decoder: Returns the decoder of a coder's pages.
         """
+        elsewhere = list[CodedPage]()
         with self._lock:
-            proven = time.monotonic() >= self._again_s and self._proven.get(page.coder.name)
-            if proven:
-                self._waiting.append(page)
-            elif proven is None:
-                layout = page.coder.layout
-                trial = memoryview(bytearray(layout.page_bytes)), 0, layout.layers
-                self._waiting.append(CodedPage(page.coder, page.data, *trial, self._judge))
-                self._proven[page.coder.name] = False
-        if not proven:
+            for page in pages:
+                proven = time.monotonic() >= self._again_s and self._proven.get(page.coder.name)
+                (self._waiting if proven else elsewhere).append(page)
+                if proven is None:
+                    layout = page.coder.layout
+                    trial = memoryview(bytearray(layout.page_bytes)), 0, layout.layers
+                    self._waiting.append(CodedPage(page.coder, page.data, *trial, self._judge))
+                    self._proven[page.coder.name] = False
+        for page in elsewhere:
             page.done(page, None)
         with self._lock:
             leads, self._leads = not self._leads, True

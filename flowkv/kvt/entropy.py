@@ -7,7 +7,7 @@ literal of two bytes (Duda, arXiv 1311.2540; four states side by side, Giesen, a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -21,6 +21,9 @@ SYMBOLS = 32
 _TOTAL, _MIDDLE, _ESCAPE = 1 << BITS, 15, SYMBOLS - 1
 CLASSES = 37
 """Classes of coefficients: three for each octave of their deviation in steps, from a quarter on."""
+
+
+Array = NDArray[Any]
 
 
 class CodedSymbols(NamedTuple):
@@ -91,27 +94,28 @@ class SymbolTables:
         return CodedSymbols(words[at:], literals[left:])
 
     def decode(
-        self, coded: CodedSymbols, classes: NDArray[np.uint8], *parts: NDArray[np.generic]
-    ) -> bool:
-        """Decode into arrays; return whether the words and literals are exactly what it takes.
+        self, data: bytes, parts: Array, classes: Array, coarse: Array, fine: Array
+    ) -> NDArray[np.bool_]:
+        """Decode coefficients of pages; return which have exactly the words and literals it takes.
 
         Args:
-            coded: The coefficients.
+            data: The bytes.
+            parts: `[pages, 3]`: first byte, words and literals of each; none for no page.
             classes: Class of each row.
-            *parts: Memory `[rows, tokens]` of the first rows, and of those behind them: i16 or
-                float32 for any values, i8 for those that fit it.
+            coarse: Memory of the first rows, float32 `[rows, pages * tokens]`.
+            fine: Memory of those behind them, whose values fit i8.
         """
-        if len(coded.words) < 8:
-            return False
-        state, first = np.zeros(6, np.uint64), 0
-        state[:4] = np.ascontiguousarray(coded.words[:8]).view(np.uint32)
-        state[4] = 8
-        for q in parts:
-            most = 127 if q.dtype == np.int8 else 32768
-            own, first = classes[first : first + len(q)], first + len(q)
-            if not _decode(*coded, own, self.slots, SHIFTS, state, most, q):
-                return False
-        return (state[4], state[5]) == (len(coded.words), len(coded.literals))
+        sound = np.zeros(len(parts), np.bool_)
+        _decode(
+            np.frombuffer(data, np.uint8),
+            np.ascontiguousarray(parts),
+            classes,
+            (self.slots, SHIFTS),
+            coarse,
+            fine,
+            sound,
+        )
+        return sound
 
 
 def count(q: NDArray[np.int16], classes: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
@@ -161,52 +165,79 @@ def _encode(q, classes, frequencies, starts, shifts, words, literals):  # type: 
 
 
 @njit(forceinline=True)
-def _next(x, at, e, words):  # type: ignore[no-untyped-def]
-    word = np.uint32(words[min(at, np.uint64(len(words) - 1))])
+def _word(data, at, end):  # type: ignore[no-untyped-def]
+    at = min(at, end)
+    return np.uint32(data[at]) | np.uint32(data[at + np.uint64(1)]) << np.uint32(8)
+
+
+@njit(forceinline=True)
+def _next(x, at, e, data, end):  # type: ignore[no-untyped-def]
     x = ((e >> np.uint32(8)) & np.uint32(4095)) * (x >> np.uint32(11)) + (e >> np.uint32(20))
-    low = x < np.uint32(65536)
-    return (x << np.uint32(16)) | word if low else x, at + np.uint64(low)
+    word, low = _word(data, at, end), x < np.uint32(65536)
+    return (x << np.uint32(16)) | word if low else x, at + np.uint64(low << 1)
 
 
 @kept(nogil=True)
-def _decode(words, literals, classes, slots, shifts, state, most, q):  # type: ignore[no-untyped-def]
-    at, used, end = state[4], np.int64(state[5]), np.uint64(len(words) - 1)
+def _decode(data, parts, classes, tables, coarse, fine, sound):  # type: ignore[no-untyped-def]
+    tokens, first = coarse.shape[1] // len(parts), len(coarse)
+    for page in range(len(parts)):
+        if parts[page, 1] < 8:
+            continue
+        start, state = np.uint64(parts[page, 0]), np.empty(6, np.uint64)
+        for lane in range(4):
+            at = start + np.uint64(4 * lane)
+            high = _word(data, at + np.uint64(2), at + np.uint64(2))
+            state[lane] = _word(data, at, at) | high << np.uint32(16)
+        behind = start + np.uint64(2 * parts[page, 1])
+        state[4], state[5] = start + np.uint64(16), behind
+        own = slice(page * tokens, (page + 1) * tokens)
+        ends = behind - np.uint64(2), behind + np.uint64(2 * parts[page, 2])
+        fits = _rows(data, ends, classes[:first], tables, state, 32768, coarse, own)
+        if fits and _rows(data, ends, classes[first:], tables, state, 127, fine, own):
+            sound[page] = state[4] == behind and state[5] == ends[1]
+
+
+@njit
+def _rows(data, ends, classes, tables, state, most, out, own):  # type: ignore[no-untyped-def]
+    (slots, shifts), (end, over), at, used = tables, ends, state[4], state[5]
     part, mask = np.uint32(2047), np.uint32(31)
-    for row in range(q.shape[0]):
+    for row in range(len(out)):
+        q = out[row, own]
         table, shift = slots[classes[row]], np.uint32(shifts[classes[row]])
         a, b, c, d = state[0], state[1], state[2], state[3]
         said = np.uint32(0)
-        for token in range(0, q.shape[1] if not shift else 0, 4):  # without branches
+        for token in range(0, len(q) if not shift else 0, 4):  # without branches
             e, f, g, h = table[a & part], table[b & part], table[c & part], table[d & part]
-            a, at = _next(a, at, e, words)
-            b, at = _next(b, at, f, words)
-            c, at = _next(c, at, g, words)
-            d, at = _next(d, at, h, words)
-            q[row, token] = np.int32(e & mask) - 15
-            q[row, token + 1] = np.int32(f & mask) - 15
-            q[row, token + 2] = np.int32(g & mask) - 15
-            q[row, token + 3] = np.int32(h & mask) - 15
+            a, at = _next(a, at, e, data, end)
+            b, at = _next(b, at, f, data, end)
+            c, at = _next(c, at, g, data, end)
+            d, at = _next(d, at, h, data, end)
+            q[token] = np.int32(e & mask) - 15
+            q[token + 1] = np.int32(f & mask) - 15
+            q[token + 2] = np.int32(g & mask) - 15
+            q[token + 3] = np.int32(h & mask) - 15
             said |= e | f | g | h
         state[0], state[1], state[2], state[3] = a, b, c, d
-        for token in range(q.shape[1] if shift or said & np.uint32(32) else 0):
-            value = np.int64(q[row, token])
+        for token in range(len(q) if shift or said & np.uint32(32) else 0):
+            value = np.int64(q[token])
             escaped = value == 16
             if shift:
                 x = state[token & 3]
                 e = table[x & part]
-                x, at = _next(x, at, e, words)
+                x, at = _next(x, at, e, data, end)
                 value, escaped = np.int64(e & mask) - 15, e & np.uint32(32) != 0
                 if not escaped:
                     low = x & ((np.uint64(1) << shift) - np.uint64(1))
                     value = (value << np.int64(shift)) | np.int64(low)
                     x >>= shift
                     if x < np.uint64(65536):
-                        x, at = (x << np.uint64(16)) | words[min(at, end)], at + np.uint64(1)
+                        x, at = (x << np.uint64(16)) | _word(data, at, end), at + np.uint64(2)
                 state[token & 3] = x
             if escaped:
-                if used >= len(literals) or abs(np.int64(literals[used])) > most:
+                value = np.int64(np.int16(_word(data, used, over - np.uint64(2))))
+                used += np.uint64(2)
+                if used > over or abs(value) > most:
                     return False
-                value, used = np.int64(literals[used]), used + 1
-            q[row, token] = value
+            q[token] = value
     state[4], state[5] = at, used
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -79,21 +80,24 @@ class RowCoder(PageCoder):
         self._unfit.count_part(self._model, fits=found is not None)
         return found[0] if found is not None else None
 
-    def decode(self, data: memoryview, target: memoryview, first: int, layers: int) -> bool:
-        """Write a row, but not what is behind its last value; return False if the bytes are none.
+    def decode_batch(
+        self, pages: Sequence[tuple[memoryview, memoryview]], first: int, layers: int
+    ) -> list[bool]:
+        """Write rows, but not what is behind the last value of each; return which were coded rows.
 
         Args:
-            data: The coded row.
-            target: Memory of the row.
+            pages: Each coded row, and the memory of the row.
             first: 0: a row is one stripe.
             layers: 1.
         """
-        page = memoryview(bytearray(self.layout.page_bytes))
-        if not self._pages.decode(data, page, 0, self.layout.layers):
-            return False
-        for own, side in zip(self._split(page), self._form.sides(target), strict=True):
-            side.copy_(own)
-        return True
+        made = [memoryview(bytearray(self.layout.page_bytes)) for _ in pages]
+        coded = [(data, page) for (data, _), page in zip(pages, made, strict=True)]
+        found = self._pages.decode_batch(coded, 0, self.layout.layers)
+        for page, (_, row), sound in zip(made, pages, found, strict=True):
+            for own, side in zip(self._split(page), self._form.sides(row), strict=True):
+                if sound:
+                    side.copy_(own)
+        return found
 
     def _split(self, page: memoryview) -> list[torch.Tensor]:
         """Return the keys and the values of a page in the shape of a row's."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import queue
 import threading
 import time
 from bisect import bisect
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -55,6 +56,8 @@ from flowkv.tiers.worker import Completions, require_open
 _CORES = os.cpu_count() or 1
 ENCODERS, DECODERS = max(1, min(4, _CORES // 2)), min(4, _CORES)
 """Threads that encode in the background, and that decode what a request waits for."""
+BATCH_TOKENS = 512
+"""Tokens of pages that a thread decodes at once."""
 RECENT_BYTES = 32 << 20
 """Coded pages that are remembered: layers of one page are often loaded one after the other."""
 EARLIER = 3
@@ -340,6 +343,10 @@ class CodecTier(OverTier):
         self._earlier = list[tuple[bytes, int]]()
         self._storing, self._reading = threading.RLock(), threading.Lock()  # one basis at a time
         self._cancelled, self._device = set[int](), DeviceQueue()
+        self._waiting, self._numbers = (
+            dict[int, tuple[_Asked, bytes, FrameInfo]](),
+            itertools.count(),
+        )
         self._coded = dict[bytes, int]()  # coded pages here, and their bytes
         self._closed = self._over = False
         name = f"flowkv {inner.name} codec"  # loads never wait for stores
@@ -504,7 +511,7 @@ class CodecTier(OverTier):
             guess = item.layout in self.bases.by_raw and self._guess(item.key)
             recent = self.bases.recent.get(item.key) if item.key in self._coded else None
             if guess and recent is not None and recent[1].fidelity <= item.fidelity:
-                self._run(self._decoders, self._decode, one, *recent)
+                self._decode_soon(one, *recent)
             else:
                 (coded if guess else plain).append(one)
         self._load(plain, coded=False)
@@ -524,7 +531,7 @@ class CodecTier(OverTier):
             if how is None:
                 plain.append(one)
             else:
-                self._run(self._encoders, self._encode, one, *how)
+                self._encode_soon(one, *how)
         self._store(plain, [one.item for one in plain])
         return job
 
@@ -622,27 +629,20 @@ class CodecTier(OverTier):
         page_no = self.page_of(item.key) if coder is not None else None
         return None if coder is None or page_no is None else (coder, page_no)
 
-    def _run(
-        self, pool: ThreadPoolExecutor, work: Callable[..., None], one: _Asked, *more: Any
-    ) -> None:
-        """Work on an item in a thread of a pool; here, if the pool is closed or gets no thread."""
+    def _encode_soon(self, one: _Asked, coder: PageCoder, page: int | bytes) -> None:
+        """Encode a page in a thread; in this one, if the pool is closed or gets no thread."""
         begun = threading.Lock()  # work for which no thread starts may stay in the pool's queue
         try:
-            pool.submit(self._guarded, begun, work, one, *more)
+            self._encoders.submit(self._encode, begun, one, coder, page)
         except Exception:
-            self._guarded(begun, work, one, *more)
+            self._encode(begun, one, coder, page)
 
-    def _guarded(
-        self, begun: threading.Lock, work: Callable[..., None], one: _Asked, *more: Any
-    ) -> None:
-        if begun.acquire(blocking=False):
-            with self._answering(one):
-                late = self._clock.now_ns() >= one.end_ns
-                if late or one.job in self._cancelled:
-                    reason = "deadline" if late else "cancelled"
-                    self._post(one, one.answer(Outcome.FAILED, reason))
-                else:
-                    work(one, *more)
+    def _over_or_late(self, one: _Asked) -> bool:
+        """Return whether an item was cancelled, or its time is over; answer it then."""
+        late = self._clock.now_ns() >= one.end_ns
+        if gone := late or one.job in self._cancelled:
+            self._post(one, one.answer(Outcome.FAILED, "deadline" if late else "cancelled"))
+        return gone
 
     @contextmanager
     def _answering(self, *asked: _Asked) -> Iterator[None]:
@@ -732,7 +732,7 @@ class CodecTier(OverTier):
                 if item.key in sent.known:
                     self._coded[item.key] = self.inner.frame_bytes(len(data))
                     self.bases.remember(item.key, data, info)
-            self._run(self._decoders, self._decode, one, data, info)
+            self._decode_soon(one, data, info)
         elif answer.reason == "layout" and item.layout in self.bases.by_raw and not sent.last:
             if sent.coded:
                 self._coded.pop(item.key, None)
@@ -759,7 +759,44 @@ class CodecTier(OverTier):
                 self._left.pop(one.job, None)
                 self._cancelled.discard(one.job)
 
-    def _decode(self, one: _Asked, data: bytes, info: FrameInfo) -> None:
+    def _decode_soon(self, one: _Asked, data: bytes, info: FrameInfo) -> None:
+        """Decode a page in a thread; in this one, if the pool is closed or gets no thread."""
+        with self._answering(one):
+            number = next(self._numbers)
+            with self._lock:
+                self._waiting[number] = one, data, info
+            try:
+                self._decoders.submit(self._decode_some)
+            except Exception:
+                self._decode_some(number)
+
+    def _decode_some(self, *numbers: int) -> None:
+        """Decode pages that wait, a fair share of them unless these are given."""
+        with self._lock:
+            if self._waiting and not numbers:
+                first = next(iter(self._waiting.values()))[0].item
+                form, count = self.bases.by_raw[first.layout], len(self._waiting)
+                if form.device.type not in DEVICES:
+                    count = min(-(-count // DECODERS), BATCH_TOKENS // form.layout.page_size or 1)
+                numbers = tuple(itertools.islice(self._waiting, count))
+            batch = [self._waiting.pop(one) for one in numbers if one in self._waiting]
+        alike = defaultdict[tuple[Any, ...], list[CodedPage]](list)
+        with self._answering(*(one for one, *_ in batch)):
+            for one, data, info in batch:
+                with self._answering(one):
+                    page = None if self._over_or_late(one) else self._page(one, data, info)
+                    if page is not None:
+                        device = self.bases.by_raw[one.item.layout].device.type in DEVICES
+                        alike[() if device else (page.coder, *page[3:5])].append(page)
+            if there := alike.pop((), None):
+                self._device.decode_soon(there, self.bases.on_device)
+            for (coder, first, layers), pages in alike.items():
+                own = [(memoryview(page.data), page.target) for page in pages]
+                for page, sound in zip(pages, coder.decode_batch(own, first, layers), strict=True):
+                    page.done(page, sound)
+
+    def _page(self, one: _Asked, data: bytes, info: FrameInfo) -> CodedPage | None:
+        """Return a page to decode; None if its load is answered, as it cannot be."""
         item, head = one.item, read_head(memoryview(data))
         form, answer = self.bases.by_raw[item.layout], one.answer(Outcome.MISS, "layout")
         coder, gone = None, True
@@ -775,19 +812,18 @@ class CodecTier(OverTier):
             answer = answer._replace(outcome=Outcome.FAILED, reason="target")
         elif coder is not None:
             target = item.target.cast("B")[: count * step]
-            done = partial(self._decoded, one, _as_raw(info, form))
-            page = CodedPage(coder, data, target, item.first, count, done)
-            if form.device.type in DEVICES:
-                self._device.decode_soon(page, self.bases.on_device)
-            else:
-                done(page, None)
-            return
+            there = form.device.type in DEVICES
+            done = partial(self._decoded, one, _as_raw(info, form), there)
+            return CodedPage(coder, data, target, item.first, count, done)
         self._settle(one, answer, gone=gone)
+        return None
 
-    def _decoded(self, one: _Asked, info: FrameInfo, page: CodedPage, sound: bool | None) -> None:
-        """Answer a load, with a page that a device decoded, or that is decoded here."""
+    def _decoded(
+        self, one: _Asked, info: FrameInfo, there: bool, page: CodedPage, sound: bool | None
+    ) -> None:
+        """Answer a load, with a page that is decoded, or that is decoded here."""
         with self._answering(one):
-            self.bases.count(device_pages=sound is not None)
+            self.bases.count(device_pages=there and sound is not None)
             if sound is None:
                 sound = page.coder.decode(memoryview(page.data), *page[2:5])
             answer = one.answer(Outcome.MISS, "digest")
@@ -803,24 +839,29 @@ class CodecTier(OverTier):
             self.bases.drop(one.item.key)
         self._post(one, answer._replace(seconds=(self._clock.now_ns() - one.start_ns) / 1e9))
 
-    def _encode(self, one: _Asked, coder: PageCoder, page: Any) -> None:
-        item = one.item
-        step, known = item.info.stripe_bytes, item.digests
-        if known is not None and digests(item.body, step) != bytes(known):
-            # A device's copy went wrong, or changed: the coded page would have sound digests.
-            self._post(one, one.answer(Outcome.FAILED, "digest"))
+    def _encode(self, begun: threading.Lock, one: _Asked, coder: PageCoder, page: Any) -> None:
+        if not begun.acquire(blocking=False):
             return
-        sent, data = item, None
-        self._named.add(coder.name)
-        if self._holds(coder):
-            new = isinstance(page, int)
-            data = coder.encode(_writable(item.body), page) if new else page
-        if data is not None:
-            info = item.info._replace(codec=COLD, fidelity=COLD, stripe_bytes=len(data))
-            info = info._replace(layout=self.bases.forms[info.group].coded)
-            sent = Store(item.key, info, memoryview(data))
-            self.bases.count(pages=1, raw_bytes=len(item.body), coded_bytes=len(data))
-        self._store([one], [sent], coded=data is not None)
+        with self._answering(one):
+            if self._over_or_late(one):
+                return
+            item = one.item
+            step, known = item.info.stripe_bytes, item.digests
+            if known is not None and digests(item.body, step) != bytes(known):
+                # A device's copy went wrong, or changed: the coded page would have sound digests.
+                self._post(one, one.answer(Outcome.FAILED, "digest"))
+                return
+            sent, data = item, None
+            self._named.add(coder.name)
+            if self._holds(coder):
+                new = isinstance(page, int)
+                data = coder.encode(_writable(item.body), page) if new else page
+            if data is not None:
+                info = item.info._replace(codec=COLD, fidelity=COLD, stripe_bytes=len(data))
+                info = info._replace(layout=self.bases.forms[info.group].coded)
+                sent = Store(item.key, info, memoryview(data))
+                self.bases.count(pages=1, raw_bytes=len(item.body), coded_bytes=len(data))
+            self._store([one], [sent], coded=data is not None)
 
     def drop_copies(self, keys: Sequence[bytes]) -> None:
         """Remove all that is remembered of frames that were erased, here or by others."""

@@ -149,20 +149,20 @@ def test_cold_symbols_and_damages(rows: int, coarse: int, seed: int, damages: li
         parts.append((len(data), *map(len, streams[-1]), len(tokens)))
         data += b"".join(one.tobytes() for one in (*streams[-1], tokens))
     found = decoded(table, classes, coarse, bytes(data), parts)
-    for n, (stream, (at, words, literals, whole)) in enumerate(zip(streams, parts, strict=True)):
+    for n, (at, words, literals, whole) in enumerate(parts):
         wide, small = (
-            np.empty((TOKENS, coarse), np.float32),
-            np.empty((TOKENS, rows - coarse), np.int8),
+            np.empty((coarse, TOKENS), np.float32),
+            np.empty((rows - coarse, TOKENS), np.int8),
         )
-        sound = table.decode(stream, classes, wide.T, small.T)
+        (sound,) = table.decode(bytes(data), np.array([parts[n]]), classes, wide, small)
         behind = at + 2 * (words + literals)
         assert (not found.bad[n]) == (
             sound and max(data[behind : behind + whole], default=0) < TOKENS
         )
         assert not found.coarse[n, 0, :, coarse:].any()
         if sound:
-            assert np.array_equal(found.coarse[n, 0, :, :coarse], wide)
-            assert np.array_equal(found.fine[n, 0, :, : rows - coarse], small)
+            assert np.array_equal(found.coarse[n, 0, :, :coarse], wide.T)
+            assert np.array_equal(found.fine[n, 0, :, : rows - coarse], small.T)
 
 
 TURNS = {

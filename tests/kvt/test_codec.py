@@ -142,6 +142,29 @@ def test_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert some == whole[first * step : (first + count) * step]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@given(numbers=st.lists(st.integers(0, 4), min_size=1, max_size=5), at=st.integers(0, 1 << 12))
+def test_pages_together_are_the_same_as_alone(dtype: str, numbers: list[int], at: int) -> None:
+    """Whole tokens, damage and pages of nothing included; what is damaged changes no other."""
+    source, made = learned(dtype, at % 2 == 0, True)
+    coder, step, data = made.coder(1e-3, {}), made.coder(1e-3, {}).layout.stripe_stride_bytes, []
+    for number in numbers:
+        body = page(coder, source, number)
+        coder.views(memoryview(body))[0][:, :, 40] *= 3e3 if number == 3 else 1
+        one = bytearray(coder.encode(memoryview(body), number) or b"")
+        if number == 4:
+            one[at % len(one)] ^= 1 << at % 8
+        data.append(one)
+    first = at % 3
+    alone, there = ([bytearray((3 - first) * step) for _ in data] for _ in range(2))
+    pairs = [(memoryview(one), memoryview(out)) for one, out in zip(data, there, strict=True)]
+    found = coder.decode_batch(pairs, first, 3 - first)
+    for one, out, own, sound in zip(data, alone, there, found, strict=True):
+        assert coder.decode(memoryview(one), memoryview(out), first, 3 - first) is sound
+        assert not sound or own == out
+    assert all(found[n] for n, number in enumerate(numbers) if number < 4 and data[n])
+
+
 def test_groups_that_are_coded() -> None:
     assert codable(layout()) and codable(layout("bfloat16"))
     assert not codable(layout("float64"))

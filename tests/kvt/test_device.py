@@ -86,7 +86,7 @@ class Room:
 
         target = self.targets[number] = bytearray(1)
         page = CodedPage(cast(Any, basis), bytes([number]), memoryview(target), 0, 1, done)
-        self.queue.decode_soon(page, lambda coder: cast(DeviceDecoder, self.decoder))
+        self.queue.decode_soon([page], lambda coder: cast(DeviceDecoder, self.decoder))
         return self.answers.get(number, True) is not None
 
     def lead(self, number: int) -> None:

@@ -518,7 +518,7 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: 
     monkeypatch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize("name", ["submit_load", "remember", "_run", "bytes"])
+@pytest.mark.parametrize("name", ["submit_load", "remember", "_decode_soon", "bytes"])
 def test_items_fail_at_once_where_an_error_ends_them(
     disk: CodecTier, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -540,6 +540,60 @@ def test_answers_are_routed_after_an_error_of_the_tier_below(
     store(disk)
     failing_once(monkeypatch, disk.inner, "poll", error)
     assert near(load(disk, 2)[1], PAGES[2])
+
+
+@pytest.mark.parametrize("end", ["decoded", "cancelled", "error"])
+def test_pages_that_wait_are_decoded_together(
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Each piece of a page apart, and none that was cancelled."""
+    store(disk)
+    begun, goes_on, batches = threading.Semaphore(0), threading.Event(), list[Any]()
+    own = PageCoder.decode_batch
+
+    def decode(coder: PageCoder, pages: Any, first: int, layers: int) -> list[bool]:
+        batches.append((len(pages), first, layers))
+        begun.release()
+        assert goes_on.wait(20)
+        if end == "error" and len(pages) > 1:
+            raise MemoryError
+        return own(coder, pages, first, layers)
+
+    monkeypatch.setattr(kvt_tier, "DECODERS", 1)
+    monkeypatch.setattr(PageCoder, "decode_batch", decode)
+    workers = disk._decoders._max_workers
+    targets = [bytearray(LAYOUT.page_bytes) for _ in range(workers + 5)]
+    parts = [(n % 6, (0, 0) if n < workers + 3 else (1, 2)) for n in range(len(targets))]
+    jobs = []
+    for (number, part), target in zip(parts, targets, strict=True):
+        item = Load(key(number), memoryview(target), LAYOUT.fingerprint(), COLD, *part)
+        jobs.append(disk.submit_load([item]))
+        if len(jobs) <= workers:  # they hold all threads
+            assert begun.acquire(timeout=20)
+    end_s = time.monotonic() + 20
+    while len(disk._waiting) < 5 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    if end == "cancelled":
+        disk.cancel(jobs[-1])
+    goes_on.set()
+    found = dict[int, Any]()
+    while len(found) < len(jobs) and time.monotonic() < end_s:
+        found |= {answer.job: answer for answer in disk.poll(0.2)}
+    assert batches[:workers] == [(1, 0, 3)] * workers
+    sizes = {(3, 0, 3), (1 if end == "cancelled" else 2, 1, 2)}
+    assert batches[workers:] and sizes >= {*batches[workers:]}
+    assert end == "error" or len(batches) == workers + 2
+    for number, job in enumerate(jobs):
+        answer, hit = found[job], end != "error" or number < workers
+        if end == "cancelled" and job == jobs[-1]:
+            assert (answer.outcome, answer.reason) == (Outcome.FAILED, "cancelled")
+        elif hit:
+            wanted = PAGES[parts[number][0]]
+            done = targets[number] if number < workers + 3 else targets[number][: 2 * STEP]
+            assert answer.outcome is Outcome.HIT
+            assert near(done, wanted[STEP:] if number >= workers + 3 else wanted)
+        else:
+            assert (answer.outcome, answer.reason) == (Outcome.FAILED, "memory")
 
 
 def test_work_that_stays_queued_is_done_once(
