@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.audit import watch
-from tests.cache.fakes import Halves
+from tests.cache.fakes import load_everything
 from tests.inside import computation
 
 TESTS = Path(__file__).resolve().parent
@@ -383,9 +383,7 @@ def briefly() -> Iterator[None]:
 @pytest.fixture
 def all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Store and load everything, for tests that count it: a slow tier's pages are computed."""
-    monkeypatch.setattr("flowkv.cache.restore.make_restore_policy", lambda _: Halves(0.0))
-    for asked in ("worth", "pays_to_store"):
-        monkeypatch.setattr(f"flowkv.policy.restore.LoadGate.{asked}", lambda *_: True)
+    load_everything(monkeypatch)
 
 
 @pytest.fixture(scope="session", autouse=True)

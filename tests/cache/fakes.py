@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import pytest
+
 from flowkv.policy.restore import Compute, RestoreLoad, RestorePolicy, Span, State
 from flowkv.testing import MemoryTier
 from flowkv.tiers import Completion, Load, Outcome, Store
@@ -138,3 +140,10 @@ class Halves(RestorePolicy):
                 tokens = Span(max(floor, stop - request.unit), stop)
                 return RestoreLoad(request.number, Span(0, request.layers), tokens, 0)
         return None
+
+
+def load_everything(patch: pytest.MonkeyPatch) -> None:
+    """Have caches store and load all pages, also where computing them is faster."""
+    patch.setattr("flowkv.cache.restore.make_restore_policy", lambda _: Halves(0.0))
+    for asked in ("worth", "pays_to_store"):
+        patch.setattr(f"flowkv.policy.restore.LoadGate.{asked}", lambda *_: True)

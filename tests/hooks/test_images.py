@@ -157,6 +157,7 @@ def test_an_answer_about_an_image_is_reused(name: str) -> None:
             talk += [want.sequences[:, length:], text(9, 3 + turn), DOG, text(5, 6 + turn)]
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 @pytest.mark.parametrize("length", [30, pytest.param(303, marks=pytest.mark.thorough)])
 def test_states_are_saved_as_often_with_images_as_without(length: int, tmp_path: Path) -> None:
     """Prompts with an image reuse what those with text in its place do, also from a disk."""

@@ -198,6 +198,7 @@ def test_a_model_that_counts_from_zero_behind_its_cache(*, padded: bool) -> None
         assert bool(reused(kv)) != padded
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 @pytest.mark.parametrize("name", [pytest.param("bamba", marks=thorough), "falcon_h1", "lfm2"])
 def test_a_prompt_that_comes_again_finds_the_state_of_its_last_page(
     name: str, tmp_path: Path

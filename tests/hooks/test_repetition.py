@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 import flowkv
 from flowkv.policy.sparsify import KVzip
+from tests.cache.fakes import load_everything
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 from tests.hooks.test_press import NEW, QUESTIONS, ask, presses
@@ -111,7 +113,9 @@ def asked(place: str, tokens: int) -> None:
     """Ask two questions behind one context, and count what was found of it."""
     model, ids = models.causal("llama"), distinct(140)
     wanted = [answered(model, ids, question, 0.5) for question in QUESTIONS]
-    with attached(model, sparsify="kvzip:0.5", disk=place) as kv:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        load_everything(patch)
+        kv = stack.enter_context(attached(model, sparsify="kvzip:0.5", disk=place))
         for question, one in zip(QUESTIONS, wanted, strict=True):
             assert_same(ask(model, kv, ids, question), one)
         assert reused(kv) == tokens, reused(kv)
