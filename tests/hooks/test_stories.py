@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cache.fakes import Halves
 from tests.inside import Nested, RestoreJob, StateError
 from tests.inside import rows_Rows as Rows
 
@@ -56,12 +55,14 @@ def lose_what_is_left(patch: Patch, tier: Slow) -> None:
     settle, tier.most = RestoreJob.settle, 1
 
     def settled(job: RestoreJob, *limit: int) -> int:
+        length = settle(job, *limit)
         tier.lose, tier.most = 1.0, math.inf
-        return settle(job, *limit)
+        return length
 
     patch.setattr(RestoreJob, "settle", settled)
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 @pytest.mark.parametrize("change", ["ids", "positions", "unsaid"])
 def test_a_page_is_named_by_what_its_forward_was_given(change: str, monkeypatch: Patch) -> None:
     """A forward over other ids or positions than the known ones publishes nothing."""
@@ -78,7 +79,6 @@ def test_a_page_is_named_by_what_its_forward_was_given(change: str, monkeypatch:
 
     tier = Slow(dict(golden), every=3)
     with on(model, tier, prefetch="off") as kv, monkeypatch.context() as patch:
-        kv.restores.policy = Halves(0.0)  # nothing is computed but what does not come
         lose_what_is_left(patch, tier)
         patch.setattr(Nested, "_inputs", changed)
         if change == "unsaid":  # no forward says what it was given
@@ -90,6 +90,7 @@ def test_a_page_is_named_by_what_its_forward_was_given(change: str, monkeypatch:
         assert key in golden and alike(body, golden[key][1])
 
 
+@pytest.mark.usefixtures("all_is_loaded")
 def test_a_part_ends_with_the_known_tokens() -> None:
     """A part that ends within the last page is extended to the end of the prompt, no further."""
     model, ids = models.causal("llama"), models.prompt(117)
@@ -103,8 +104,7 @@ def test_a_part_ends_with_the_known_tokens() -> None:
         counts.extend((part.seq.length + part.count, part.seq.known) for part in parts)
         compute(nested, parts, awaits)
 
-    with on(model, tier, prefetch="off") as kv, Patch.context() as patch:
-        kv.restores.policy = Halves(0.0)
+    with on(model, tier, prefetch="off"), Patch.context() as patch:
         lose_what_is_left(patch, tier)
         patch.setattr(Nested, "compute", counted)
         assert_same(generate(model, NEW, **given), theirs)
