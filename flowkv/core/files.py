@@ -116,8 +116,11 @@ def open_beside(path: Path, mode: int = 0o666) -> tuple[Path, BinaryIO]:
     """Open a new file that will replace another one; remove those of writers that were killed.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: It cannot be opened, or is to replace a device, a directory, or such.
     """
+    with suppress(FileNotFoundError):
+        there = os.lstat(path).st_mode
+        _refuse(stat.S_ISREG(there) or stat.S_ISLNK(there), path)
     own = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.part")
     for name in filter(own.fullmatch, os.listdir(path.parent)):
         remove_left(path.with_name(name))

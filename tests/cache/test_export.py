@@ -306,8 +306,12 @@ def test_what_cannot_be_written_or_read_says_so(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"cannot be read \(No such file"):
         kv.load(tmp_path / "warm.kv")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(StoreError, match="cannot be written"):
-        kv.export(tmp_path / "folder")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe"):  # no other thing is replaced, /dev/null neither
+        with pytest.raises(StoreError, match=r"cannot be written \(not a regular file"):
+            kv.export(tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "pipe").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     kv.export(tmp_path / "warm.kv")
     before = (tmp_path / "warm.kv").read_bytes()

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeAlias, Unpack
 from urllib.parse import unquote, urlsplit
 
@@ -171,9 +171,8 @@ class ObjectBackend:
         self._rungs: dict[float, Any] = {}
         self._lock, self._ranges = threading.Lock(), True
         self._local = uri.startswith(("file:", "memory:"))
+        self._root, self._inode = unquote(urlsplit(uri).path), -1
         self._store(RUNGS_S[0])
-        self._root = unquote(urlsplit(uri).path)
-        self._inode = os.stat(self._root).st_ino if uri.startswith("file:") else -1
 
     def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
         """Read a range: in several requests if it is long, else without a copy."""
@@ -337,8 +336,11 @@ class ObjectBackend:
             options["client_options"] = client | options.get("client_options", {})
             options["retry_config"] = {"max_retries": 0, "retry_timeout": _span(timeout_s)}
         try:
-            return self._obs.store.from_url(self._uri, **options)
-        except (ValueError, TypeError, self._obs.exceptions.BaseError) as error:
+            opened = self._obs.store.from_url(self._uri, **options)
+            if self._inode < 0 and self._uri.startswith("file:"):
+                self._inode = os.stat(self._root).st_ino
+            return opened
+        except (OSError, ValueError, TypeError, self._obs.exceptions.BaseError) as error:
             raise ConfigError(
                 f"{self.name} cannot be opened ({_first_line(error)})",
                 "Write s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; "
@@ -434,9 +436,10 @@ class ObjectTier(RemoteTier):
 
     def recall(self) -> dict[bytes, Fact]:
         """Return the frames in the catalogs."""
-        self.known.fresh = []
+        self.known.fresh, self._seen = self.known.fresh or [], set()  # anew after a failure
         facts: dict[bytes, Fact] = {}
-        for key, fact in self._news():  # the last catalog wins, unless it is clearly older
+        for key, fact in chain.from_iterable(self._news()):
+            # the last catalog wins, unless it is clearly older
             if key not in facts or facts[key].stored_ns <= fact.stored_ns + LISTED_NS:
                 facts[key] = fact
         if len(self._seen) > MOST_CATALOGS:
@@ -446,7 +449,8 @@ class ObjectTier(RemoteTier):
     def refresh(self) -> None:
         """Read catalogs that were not there before."""
         look = self.known.look()
-        self.known.merge(list(self._news()), look)  # read before the lock is taken
+        for facts in self._news():
+            self.known.merge(facts, look)
 
     def flush(self) -> None:
         """Write a catalog of new frames, if many or after a while; or merge old catalogs."""
@@ -459,14 +463,14 @@ class ObjectTier(RemoteTier):
             self._write(facts)
             del fresh[: len(facts)]
 
-    def _news(self) -> Iterator[tuple[bytes, Fact]]:
-        """Yield the frames of catalogs that were not read yet."""
+    def _news(self) -> Iterator[list[tuple[bytes, Fact]]]:
+        """Yield the frames of each catalog that was not read yet."""
         listed = islice(self.backend.names(INDEX, self.limits.call_s), MOST_KNOWN)
         unread = {one.name: one.n_bytes for one in listed if 0 < one.n_bytes <= MOST_BYTES}
         for name in sorted(unread.keys() - self._seen)[-MOST_READ:]:  # names begin with a time
             parts = self.backend.read(f"{INDEX}/{name}", 0, unread[name], self.limits.call_s)
+            yield decode_catalog(b"".join(parts or []))  # the catalog may be gone
             self._seen.add(name)
-            yield from decode_catalog(b"".join(parts or []))  # the catalog may be gone
 
     def _write(self, facts: Sequence[tuple[bytes, Fact]]) -> None:
         there = [(key, fact) for key, fact in facts if self.known.get(key) is not None]

@@ -66,8 +66,10 @@ class Fact(NamedTuple):
 class Known:
     """Index of keys expected in the store, and of keys that must not be used. Thread-safe.
 
-    A key is *shunned* after its frame was found damaged, and *condemned* as well from a deletion on
-    until the engine confirmed it: no listing brings it back, only a store of this process does. A
+    A key is *shunned* after its frame was found damaged, *refused* as well if its header was, twice,
+    and *condemned* from a deletion on until the engine confirmed it: only a store of this process
+    makes it usable again. Listings bring back keys that are only shunned: an erasure must find
+    their frames, which may be whole in the engine. A
     frame on its way is *flying*: only its landing shows whether it is there; if its key is
     condemned meanwhile, it is deleted after it landed. Frames seen in the store before a deletion
     was confirmed prove nothing about the present (`look`).
@@ -87,6 +89,7 @@ class Known:
         self._facts: dict[bytes, Fact] = {}
         self._heads: OrderedDict[bytes, Header] = OrderedDict()
         self._shunned: set[bytes] = set()
+        self._refused: set[bytes] = set()
         self._condemned: set[bytes] = set()
         self._deleting: set[bytes] = set()
         self._flying: dict[bytes, bool] = {}
@@ -118,6 +121,10 @@ class Known:
         with self._changed:
             self._heads.pop(key, None)
 
+    def usable(self, key: bytes) -> bool:
+        """Return whether a frame of that key is expected, and was not found damaged."""
+        return key in self._facts and key not in self._shunned
+
     def is_shunned(self, key: bytes) -> bool:
         """Return whether a frame of that key must not be used, even if the store has one."""
         return key in self._shunned
@@ -144,7 +151,7 @@ class Known:
                 mine, gone = self._facts.get(key), self._gone.get(key, self._forgotten) > look
                 if mine is not None:
                     self._put(key, mine.completed(fact))
-                elif not (gone or key in self._shunned or key in self._flying):
+                elif not (gone or self._hidden(key) or key in self._flying):
                     self._put(key, fact)
 
     def see(self, head: Header, n_bytes: int, look: int) -> None:
@@ -156,7 +163,9 @@ class Known:
                 self._note(key)
             self._keep(head)
 
-    def mark_missing(self, key: bytes, was: Fact | None, *, shun: bool = False) -> None:
+    def mark_missing(
+        self, key: bytes, was: Fact | None, *, shun: bool = False, refuse: bool = False
+    ) -> None:
         """Forget a key that the engine does not have, or with a damaged frame.
 
         Args:
@@ -164,14 +173,17 @@ class Known:
             was: The fact before the engine was asked; if it has changed, a store came in between,
                 and nothing is forgotten.
             shun: Whether the key must not be used any more either.
+            refuse: Whether listings must not bring it back either.
         """
         with self._changed:
             self.forget_head(key)
             now = self._facts.get(key)
             if (now.stored_ns if now else 0) == (was.stored_ns if was else 0):
                 self._drop(key)
-                if shun:
+                if shun or refuse:
                     self._shunned.add(key)
+                if refuse:
+                    self._refused.add(key)
 
     # ---- stores
 
@@ -209,6 +221,7 @@ class Known:
             if fact is not None and not unwanted:
                 self._condemned.discard(key)
                 self._shunned.discard(key)
+                self._refused.discard(key)
                 self._put(key, fact)
                 self._note(key)
                 if head is not None:
@@ -255,6 +268,9 @@ class Known:
             self._deletes(names)
             return True
 
+    def _hidden(self, key: bytes) -> bool:
+        return any(key in keys for keys in (self._condemned, self._deleting, self._refused))
+
     def _deletes(self, keys: Collection[bytes]) -> None:
         self._condemned.difference_update(keys)
         self._deleting.update(keys)
@@ -270,7 +286,9 @@ class Known:
                     self._gone[key] = self._deletions
                 while len(self._gone) > MOST_GONE:
                     self._forgotten = self._gone.pop(next(iter(self._gone)))
-                self._shunned.difference_update(key for key in keys if key not in self._condemned)
+                again = [key for key in keys if key not in self._condemned]
+                self._shunned.difference_update(again)
+                self._refused.difference_update(again)
             else:
                 self._condemned.update(keys)
             self._changed.notify_all()
@@ -676,7 +694,7 @@ class RemoteTier:
         unknown = [key for key in keys if self.known.get(key) is None]
         if unknown and self.backend.asks:
             self._ask(unknown)
-        return [self.known.get(key) is not None for key in keys]
+        return [self.known.usable(key) for key in keys]
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
         """Queue loads; they go before stores.
@@ -962,9 +980,12 @@ class RemoteTier:
             left_s = partial(self._left_s, self._clock.now_ns() + round(limit_s * 1e9))
             for key, fact in missing:
                 try:
-                    self._header(key, staging, left_s)
+                    try:
+                        self._header(key, staging, left_s)
+                    except BadFrame:  # perhaps it was damaged on its way
+                        self._header(key, staging, left_s)
                 except BadFrame:
-                    self.known.mark_missing(key, fact, shun=True)
+                    self.known.mark_missing(key, fact, refuse=True)
 
         if missing and self._ready():
             with contextlib.suppress(OSError):
@@ -1093,7 +1114,7 @@ class RemoteTier:
     def _store(self, item: Item, wish: Store) -> None:
         """Copy the body, then write the frame, unless it is known to be there."""
         count_stripes(item.key, wish.info, item.n_bytes)
-        if self.known.get(item.key) is not None:
+        if self.known.usable(item.key):
             self._workers.answer(item, Outcome.STORED)
             return
         sealed = self._seal(item, wish.info)

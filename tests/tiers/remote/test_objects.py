@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import itertools
 import shutil
 import sys
@@ -200,7 +201,7 @@ def test_credentials_come_from_the_environment(
     tier.close()
 
 
-def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     with pytest.raises(ConfigError, match="s3://bucket/prefix"):
@@ -210,6 +211,10 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ObjectBackend("s3://key:secret@bucket/kv?secret=1").name == "s3://bucket/kv"
     for uri in ("gs://bucket/kv", "az://container/kv"):
         assert ObjectBackend(uri).name == uri  # nothing is asked before it is used
+    (tmp_path / "file").touch()
+    for path in ("file", "file/kv", "n" * 256):
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            ObjectTier((tmp_path / path).as_uri())
 
 
 def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +331,34 @@ def test_one_look_reads_so_many_catalogs(tmp_path: Path, monkeypatch: pytest.Mon
     for count in (2, 3):
         assert sum(fact.info is not None for _, fact in tier.known.facts()) == count
         tier.refresh()
+    tier.close()
+
+
+@pytest.mark.parametrize("look", ["refresh", "recall"])
+def test_a_look_that_failed_is_made_whole_again(
+    tmp_path: Path, look: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catalogs that were read before the failure once hid their frames for good."""
+    quiet = RemoteLimits(every_s=1e6)
+    tier, other = ObjectTier(tmp_path.as_uri(), limits=quiet), tmp_path.as_uri()
+    for number in range(2):
+        writer = ObjectTier(other, limits=quiet)
+        stored(writer, [number])
+        writer.close()
+    read, well = tier.backend.read, [True, False]
+
+    def failing(*place: Any) -> Any:
+        if not (well.pop(0) if well else True):
+            raise ConnectionError(errno.EIO, "503")
+        return read(*place)
+
+    stored(tier, [2])
+    monkeypatch.setattr(tier.backend, "read", failing)
+    with pytest.raises(ConnectionError):
+        getattr(tier, look)()
+    found = getattr(tier, look)() or dict(tier.known.facts())
+    assert {key_of(0), key_of(1)} <= found.keys()
+    assert [key for key, _ in tier.known.fresh or ()] == [key_of(2)], "others are to be notified"
     tier.close()
 
 
