@@ -11,6 +11,7 @@ second is reported to the user (`core.progress`).
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -117,6 +118,43 @@ class Intervals:
 
 _INTERVALS = Intervals()
 os.register_at_fork(after_in_child=_INTERVALS.forked)
+
+
+class _CompilerLocks:
+    """Locks of numba and LLVM, which a fork waits for: a child's would be held for ever."""
+
+    WAIT_S = 10.0
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+
+    @staticmethod
+    def _locks() -> list[Any]:
+        paths = ("numba.core.compiler_lock", "global_compiler_lock"), ("llvmlite.binding.ffi", "lib")
+        owners = (getattr(sys.modules.get(module), name, None) for module, name in paths)
+        locks = (getattr(owner, "_lock", None) for owner in owners)
+        return [getattr(lock, "_lock", lock) for lock in locks if lock is not None]
+
+    def hold(self) -> None:
+        self._held = [lock for lock in self._locks() if lock.acquire(timeout=self.WAIT_S)]
+
+    def let_go(self) -> None:
+        while self._held:
+            self._held.pop().release()
+
+    def inherit(self) -> None:
+        for lock in self._locks():
+            if lock not in self._held:
+                lock._at_fork_reinit()
+        self.let_go()
+
+
+_COMPILERS = _CompilerLocks()
+os.register_at_fork(
+    before=_COMPILERS.hold,
+    after_in_parent=_COMPILERS.let_go,
+    after_in_child=_COMPILERS.inherit,
+)
 _WATCHING: list[Any] = []
 
 

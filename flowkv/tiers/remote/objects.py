@@ -25,7 +25,7 @@ import msgspec
 import xxhash
 
 from flowkv.core.config import without_secrets
-from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import UNBOUNDED, FrameInfo
@@ -142,6 +142,7 @@ _REFUSED = ("401", "403")
 
 
 Parts: TypeAlias = list[memoryview]
+_begun = 0  # process in which obstore's threads run
 
 
 class ObjectBackend:
@@ -155,6 +156,7 @@ class ObjectBackend:
     Raises:
         ConfigError: obstore does not understand the address or its settings.
         MissingDependencyError: obstore is not installed.
+        StoreError: The process was forked from one that used an object store.
     """
 
     asks = 0
@@ -172,6 +174,11 @@ class ObjectBackend:
         self._lock, self._ranges = threading.Lock(), True
         self._local = uri.startswith(("file:", "memory:"))
         self._root, self._inode = unquote(urlsplit(uri).path), -1
+        if _begun not in (0, os.getpid()):  # every call would hang
+            raise StoreError(
+                f"{self.name} cannot be opened in a forked process whose parent used obstore",
+                "Start the process by spawn, or open such tiers in children only",
+            )
         self._store(RUNGS_S[0])
 
     def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
@@ -318,6 +325,8 @@ class ObjectBackend:
         raise ConnectionError(errno.EIO, f"the listing of {folder} does not end")
 
     def _store(self, timeout_s: float) -> Any:
+        global _begun  # noqa: PLW0603 - obstore's threads are the process's, too
+        _begun = os.getpid()
         rung_s = next((rung for rung in RUNGS_S if rung >= timeout_s), RUNGS_S[-1])
         with self._lock:
             if self._local:
@@ -416,7 +425,8 @@ class ObjectTier(RemoteTier):
     Raises:
         ConfigError: The address or the capacity is wrong.
         MissingDependencyError: obstore is not installed.
-        StoreError: The store refuses access.
+        StoreError: The store refuses access; or the process was forked from one that used an
+            object store, where obstore's threads do not run.
     """
 
     backend: ObjectBackend

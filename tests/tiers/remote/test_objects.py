@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import itertools
+import os
 import shutil
 import sys
 import time
@@ -215,6 +217,20 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("file", "file/kv", "n" * 256):
         with pytest.raises(ConfigError, match="cannot be opened"):
             ObjectTier((tmp_path / path).as_uri())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_of_a_user_is_refused(tmp_path: Path) -> None:
+    """Its calls would hang: the threads of obstore stay in the parent."""
+    ObjectTier("memory:///").close()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException), pytest.raises(StoreError, match="forked process"):
+            ObjectTier("memory:///")
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
