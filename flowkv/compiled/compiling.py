@@ -130,7 +130,10 @@ class _CompilerLocks:
 
     @staticmethod
     def _locks() -> list[Any]:
-        paths = ("numba.core.compiler_lock", "global_compiler_lock"), ("llvmlite.binding.ffi", "lib")
+        paths = (
+            ("numba.core.compiler_lock", "global_compiler_lock"),
+            ("llvmlite.binding.ffi", "lib"),
+        )
         owners = (getattr(sys.modules.get(module), name, None) for module, name in paths)
         locks = (getattr(owner, "_lock", None) for owner in owners)
         return [getattr(lock, "_lock", lock) for lock in locks if lock is not None]

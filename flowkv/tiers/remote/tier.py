@@ -66,10 +66,10 @@ class Fact(NamedTuple):
 class Known:
     """Index of keys expected in the store, and of keys that must not be used. Thread-safe.
 
-    A key is *shunned* after its frame was found damaged, *refused* as well if its header was, twice,
-    and *condemned* from a deletion on until the engine confirmed it: only a store of this process
-    makes it usable again. Listings bring back keys that are only shunned: an erasure must find
-    their frames, which may be whole in the engine. A
+    A key is *shunned* after its frame was found damaged, *refused* as well if its header was
+    twice, and *condemned* from a deletion on until the engine confirmed it: only a store of this
+    process makes it usable again. Listings bring back keys that are only shunned: an erasure must
+    find their frames, which may be whole in the engine. A
     frame on its way is *flying*: only its landing shows whether it is there; if its key is
     condemned meanwhile, it is deleted after it landed. Frames seen in the store before a deletion
     was confirmed prove nothing about the present (`look`).
