@@ -93,6 +93,20 @@ def test_another_cache_does_not_answer_from_its_pages(two: tuple[KV, KV], forget
     audit(b)
 
 
+def test_a_log_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a relative path, in a program that changes its directory later."""
+    monkeypatch.chdir(tmp_path)
+    a, b = (kv_over(shared(Path())) for _ in range(2))
+    published(a, P)
+    assert a.flush() and reused(b, P) == 24
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    assert a.forget(P) == 3
+    assert reused(b, P) == 0 and not [*(tmp_path / "else").iterdir()]
+    a.close()
+    b.close()
+
+
 @each_way
 def test_nor_from_its_private_host_tier(two: tuple[KV, KV], forget: Forget) -> None:
     a, b = two

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeAlias, Unpack
 from urllib.parse import unquote, urlsplit
@@ -478,9 +479,13 @@ class ObjectTier(RemoteTier):
         listed = islice(self.backend.names(INDEX, self.limits.call_s), MOST_KNOWN)
         unread = {one.name: one.n_bytes for one in listed if 0 < one.n_bytes <= MOST_BYTES}
         for name in sorted(unread.keys() - self._seen)[-MOST_READ:]:  # names begin with a time
-            parts = self.backend.read(f"{INDEX}/{name}", 0, unread[name], self.limits.call_s)
-            yield decode_catalog(b"".join(parts or []))  # the catalog may be gone
+            read = partial(self._catalog, name, unread[name])
+            yield read() or read()  # perhaps it was damaged on its way
             self._seen.add(name)
+
+    def _catalog(self, name: str, n_bytes: int) -> list[tuple[bytes, Fact]]:
+        parts = self.backend.read(f"{INDEX}/{name}", 0, n_bytes, self.limits.call_s)
+        return decode_catalog(b"".join(parts or []))  # it may be gone
 
     def _write(self, facts: Sequence[tuple[bytes, Fact]]) -> None:
         there = [(key, fact) for key, fact in facts if self.known.get(key) is not None]

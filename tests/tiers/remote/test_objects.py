@@ -351,10 +351,11 @@ def test_one_look_reads_so_many_catalogs(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("look", ["refresh", "recall"])
+@pytest.mark.parametrize("fault", ["503", "damage"])
 def test_a_look_that_failed_is_made_whole_again(
-    tmp_path: Path, look: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, look: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catalogs that were read before the failure once hid their frames for good."""
+    """Catalogs that were damaged on their way, or read before a failure, hid their frames."""
     quiet = RemoteLimits(every_s=1e6)
     tier, other = ObjectTier(tmp_path.as_uri(), limits=quiet), tmp_path.as_uri()
     for number in range(2):
@@ -365,12 +366,14 @@ def test_a_look_that_failed_is_made_whole_again(
 
     def failing(*place: Any) -> Any:
         if not (well.pop(0) if well else True):
+            if fault == "damage":
+                return [memoryview(bytes(place[2]))]
             raise ConnectionError(errno.EIO, "503")
         return read(*place)
 
     stored(tier, [2])
     monkeypatch.setattr(tier.backend, "read", failing)
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionError) if fault == "503" else contextlib.nullcontext():
         getattr(tier, look)()
     found = getattr(tier, look)() or dict(tier.known.facts())
     assert {key_of(0), key_of(1)} <= found.keys()
