@@ -66,13 +66,13 @@ class Fact(NamedTuple):
 class Known:
     """Index of keys expected in the store, and of keys that must not be used. Thread-safe.
 
-    A key is *shunned* after its frame was found damaged, *refused* as well if its header was
-    twice, and *condemned* from a deletion on until the engine confirmed it: only a store of this
-    process makes it usable again. Listings bring back keys that are only shunned: an erasure must
-    find their frames, which may be whole in the engine. A
-    frame on its way is *flying*: only its landing shows whether it is there; if its key is
-    condemned meanwhile, it is deleted after it landed. Frames seen in the store before a deletion
-    was confirmed prove nothing about the present (`look`).
+    A key is *shunned* after its frame was found damaged, *refused* as well if its header was twice,
+    and *condemned* from a deletion on until the engine confirmed it: only a store of this process
+    makes it usable again. Listings bring back keys that are only shunned: an erasure must find
+    their frames, which may be whole in the engine. A frame on its way is *flying*: only its landing
+    shows whether it is there; if its key is condemned meanwhile, it is deleted after it landed.
+    Frames seen in the store before a deletion was confirmed prove nothing about the present
+    (`look`).
 
     Args:
         most: Most frames in the index; beyond it the oldest entries are forgotten, and found again
@@ -1061,8 +1061,14 @@ class RemoteTier:
             head = self._header(item.key, staging, left_s)
         else:  # one call, header included: header and stripes belong together
             look = self.known.look()
-            stored = self._get(item.key, 0, self._most_bytes(item), staging, left_s)
-            head = self._see(envelope.head(stored, item.key), look) if stored is not None else None
+            most = envelope.most_bytes(max(1, item.n_bytes))  # of a frame that fits into the target
+            known_bytes = max(GRANULE_BYTES, was.n_bytes or most) if was else most
+            for n_bytes in sorted({min(most, known_bytes), most}):
+                stored = self._get(item.key, 0, n_bytes, staging, left_s)
+                found = envelope.head(stored, item.key) if stored is not None else None
+                head = self._see(found, look) if found is not None else None
+                if head is None or head.frame_bytes <= n_bytes:  # else a longer one replaced it
+                    break
         if head is not None:
             accept(head, wish.key, wish.layout, wish.fidelity)
             stripes = span(head, wish.first, wish.stripes)
@@ -1105,11 +1111,6 @@ class RemoteTier:
     def _see(self, head: Header, look: int) -> Header:
         self.known.see(head, sum(self.envelope.place(head, 0, head.stripes)), look)
         return head
-
-    def _most_bytes(self, item: Item) -> int:
-        """Return the most bytes of a frame with a body that fits into the target."""
-        most, fact = self.envelope.most_bytes(max(1, item.n_bytes)), self.known.get(item.key)
-        return min(most, max(GRANULE_BYTES, fact.n_bytes)) if fact and fact.n_bytes else most
 
     def _store(self, item: Item, wish: Store) -> None:
         """Copy the body, then write the frame, unless it is known to be there."""
