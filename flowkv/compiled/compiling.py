@@ -119,44 +119,36 @@ class Intervals:
 _INTERVALS = Intervals()
 os.register_at_fork(after_in_child=_INTERVALS.forked)
 
-
-class _CompilerLocks:
-    """Locks of numba and LLVM, which a fork waits for: a child's would be held for ever."""
-
-    WAIT_S = 10.0
-
-    def __init__(self) -> None:
-        self._held: list[Any] = []
-
-    @staticmethod
-    def _locks() -> list[Any]:
-        paths = (
-            ("numba.core.compiler_lock", "global_compiler_lock"),
-            ("llvmlite.binding.ffi", "lib"),
-        )
-        owners = (getattr(sys.modules.get(module), name, None) for module, name in paths)
-        locks = (getattr(owner, "_lock", None) for owner in owners)
-        return [getattr(lock, "_lock", lock) for lock in locks if lock is not None]
-
-    def hold(self) -> None:
-        self._held = [lock for lock in self._locks() if lock.acquire(timeout=self.WAIT_S)]
-
-    def let_go(self) -> None:
-        while self._held:
-            self._held.pop().release()
-
-    def inherit(self) -> None:
-        for lock in self._locks():
-            if lock not in self._held:
-                lock._at_fork_reinit()
-        self.let_go()
+FORK_WAIT_S = 10.0
+"""Longest wait of a fork for the end of a compilation, whose locks a child would hold for ever."""
+_held: list[Any] = []
 
 
-_COMPILERS = _CompilerLocks()
+def _compiler_locks() -> list[Any]:
+    numba, llvm = map(sys.modules.get, ("numba.core.compiler_lock", "llvmlite.binding.ffi"))
+    last = getattr(getattr(llvm, "lib", None), "_lock", None)
+    owners = getattr(numba, "global_compiler_lock", None), last
+    return [owner._lock for owner in owners if owner is not None]
+
+
+def _hold_compilers() -> None:
+    _held[:] = [lock for lock in _compiler_locks() if lock.acquire(timeout=FORK_WAIT_S)]
+
+
+def _free_compilers() -> None:
+    while _held:
+        _held.pop().release()
+
+
+def _inherit_compilers() -> None:
+    for lock in _compiler_locks():
+        if lock not in _held:  # of a thread that is not in the child
+            lock._at_fork_reinit()
+    _free_compilers()
+
+
 os.register_at_fork(
-    before=_COMPILERS.hold,
-    after_in_parent=_COMPILERS.let_go,
-    after_in_child=_COMPILERS.inherit,
+    before=_hold_compilers, after_in_parent=_free_compilers, after_in_child=_inherit_compilers
 )
 _WATCHING: list[Any] = []
 

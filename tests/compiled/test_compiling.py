@@ -257,7 +257,7 @@ def test_a_child_of_a_fork_within_a_compilation_compiles(
     thread = threading.Thread(target=compiles)
     thread.start()
     assert held.wait(60)
-    monkeypatch.setattr(compiling._CompilerLocks, "WAIT_S", wait_s)
+    monkeypatch.setattr(compiling, "FORK_WAIT_S", wait_s)
     late = threading.Timer(0.05, go_on.set)
     if wait_s > 1:  # the fork waits for the end of the compilation
         late.start()

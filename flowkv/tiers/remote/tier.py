@@ -163,9 +163,7 @@ class Known:
                 self._note(key)
             self._keep(head)
 
-    def mark_missing(
-        self, key: bytes, was: Fact | None, *, shun: bool = False, refuse: bool = False
-    ) -> None:
+    def mark_missing(self, key: bytes, was: Fact | None, *, shun: bool = False) -> None:
         """Forget a key that the engine does not have, or with a damaged frame.
 
         Args:
@@ -173,17 +171,19 @@ class Known:
             was: The fact before the engine was asked; if it has changed, a store came in between,
                 and nothing is forgotten.
             shun: Whether the key must not be used any more either.
-            refuse: Whether listings must not bring it back either.
         """
         with self._changed:
             self.forget_head(key)
             now = self._facts.get(key)
             if (now.stored_ns if now else 0) == (was.stored_ns if was else 0):
                 self._drop(key)
-                if shun or refuse:
+                if shun:
                     self._shunned.add(key)
-                if refuse:
-                    self._refused.add(key)
+
+    def refuse(self, key: bytes, was: Fact | None) -> None:
+        """Shun a key whose header is damaged for good; listings do not bring it back."""
+        self.mark_missing(key, was, shun=True)
+        self._refused.add(key)
 
     # ---- stores
 
@@ -982,10 +982,12 @@ class RemoteTier:
                 try:
                     try:
                         self._header(key, staging, left_s)
-                    except BadFrame:  # perhaps it was damaged on its way
-                        self._header(key, staging, left_s)
+                    except BadFrame as error:
+                        if error.reason not in DAMAGED:
+                            raise
+                        self._header(key, staging, left_s)  # perhaps it was damaged on its way
                 except BadFrame:
-                    self.known.mark_missing(key, fact, refuse=True)
+                    self.known.refuse(key, fact)
 
         if missing and self._ready():
             with contextlib.suppress(OSError):
