@@ -47,6 +47,16 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "warm.kv"
 
 
+@pytest.mark.parametrize("name", ["n" * 255, "\u00fc" * 127, os.fsdecode(b"a\xff b")])
+def test_names_of_any_length(tmp_path: Path, name: str) -> None:
+    kv = make_kv()
+    published(kv, P)
+    frames = kv.export(tmp_path / name).frames
+    assert make_kv().load(tmp_path / name).frames == frames > 0
+    assert os.listdir(tmp_path) == [name]
+    kv.close()
+
+
 def test_what_was_exported_is_known_elsewhere(tmp_path: Path) -> None:
     kv = make_kv()
     published(kv, P)
