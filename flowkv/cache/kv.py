@@ -365,6 +365,14 @@ class KV:
                 bind(namespace.digest(), namespace.title)
             if isinstance(tier, CodecTier):
                 tier.read_bases(namespace.digest())
+        found = self.bases.measured().get("kl", 0.0) if self.bases is not None else 0.0
+        if "kl=" in self.config.cold and found > self.config.cold_divergence():
+            warn(
+                self,
+                "bound",
+                f"cold pages lie here in a code that was measured to cost {found:.2g}, more than "
+                f"cold={self.config.cold!r} allows. Calibrate anew, or name another directory.",
+            )
 
     def _build(self, geometry: Geometry, namespace: Namespace) -> None:
         pools = open_pools(geometry, self.config)

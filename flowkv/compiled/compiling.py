@@ -11,6 +11,7 @@ second is reported to the user (`core.progress`).
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -117,6 +118,38 @@ class Intervals:
 
 _INTERVALS = Intervals()
 os.register_at_fork(after_in_child=_INTERVALS.forked)
+
+FORK_WAIT_S = 10.0
+"""Longest wait of a fork for the end of a compilation, whose locks a child would hold for ever."""
+_held: list[Any] = []
+
+
+def _compiler_locks() -> list[Any]:
+    numba, llvm = map(sys.modules.get, ("numba.core.compiler_lock", "llvmlite.binding.ffi"))
+    last = getattr(getattr(llvm, "lib", None), "_lock", None)
+    owners = getattr(numba, "global_compiler_lock", None), last
+    return [owner._lock for owner in owners if owner is not None]
+
+
+def _hold_compilers() -> None:
+    _held[:] = [lock for lock in _compiler_locks() if lock.acquire(timeout=FORK_WAIT_S)]
+
+
+def _free_compilers() -> None:
+    while _held:
+        _held.pop().release()
+
+
+def _inherit_compilers() -> None:
+    for lock in _compiler_locks():
+        if lock not in _held:  # of a thread that is not in the child
+            lock._at_fork_reinit()
+    _free_compilers()
+
+
+os.register_at_fork(
+    before=_hold_compilers, after_in_parent=_free_compilers, after_in_child=_inherit_compilers
+)
 _WATCHING: list[Any] = []
 
 

@@ -116,12 +116,16 @@ def open_beside(path: Path, mode: int = 0o666) -> tuple[Path, BinaryIO]:
     """Open a new file that will replace another one; remove those of writers that were killed.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: It cannot be opened, or is to replace a device, a directory, or such.
     """
-    own = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.part")
+    with suppress(FileNotFoundError):
+        there = os.lstat(path).st_mode
+        _refuse(stat.S_ISREG(there) or stat.S_ISLNK(there), path)
+    stem = path.name[:50]  # names have an end, too
+    own = re.compile(rf"\.{re.escape(stem)}\.[0-9a-f]{{16}}\.part")
     for name in filter(own.fullmatch, os.listdir(path.parent)):
         remove_left(path.with_name(name))
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    temporary = path.with_name(f".{stem}.{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.fdopen(os.open(temporary, flags, mode), "wb")
     lock_byte(file.fileno(), 0, fcntl.F_WRLCK)

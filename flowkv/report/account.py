@@ -399,7 +399,8 @@ class Account(OpenReport):
         tenants: bool = False,
         source: Source = "measured",
     ) -> None:
-        self.path, self._title, self._tenants, self._source = Path(path), title, tenants, source
+        self.path = Path(path).absolute()  # programs change directory before it is written
+        self._title, self._tenants, self._source = title, tenants, source
         if not self.path.parent.is_dir() or not os.access(self.path.parent, os.W_OK):
             raise ConfigError(
                 f"a report cannot be written to {self.path}",

@@ -103,7 +103,7 @@ def _total_bytes(place: TierConfig) -> int:
     if place.kind != "disk":
         return memory_bytes()
     path = Path(place.path).expanduser().absolute()
-    while not path.exists():
+    while not os.path.exists(path):  # unlike `Path.exists`, it raises for no path
         path = path.parent
     return shutil.disk_usage(path).total
 

@@ -276,7 +276,7 @@ class _File:
         self._header, self._data_at, text = _header(path, self.size)
         header = hashlib.sha256(text).hexdigest()
         said = f"{VERSION}|{path}|{self._state}|{header}|{PART_BYTES}|{BLOCK_BYTES}"
-        self._manifest = manifests / f"{hashlib.sha256(said.encode()).hexdigest()[:40]}.digests"
+        self._manifest = manifests / f"{hashlib.sha256(os.fsencode(said)).hexdigest()[:40]}.digests"
         self._digests, self._sums, self._fresh = bytearray(), bytearray(), False
 
     def tensors(self, number: int) -> dict[str, StoredTensor]:

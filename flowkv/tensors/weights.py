@@ -909,7 +909,7 @@ def _directory(disk: str | None) -> tuple[Path, int | None]:
             raise ConfigError("there is no directory for manifests", "Pass one as disk=")
         return home / "weights", None
     place = parse_place(f"disk:{disk}")
-    return Path(place.path), place.size_bytes()
+    return Path(place.path).absolute(), place.size_bytes()
 
 
 def _written(model: nn.Module, directory: Path, most_bytes: int | None) -> Path:

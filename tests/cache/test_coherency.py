@@ -26,7 +26,7 @@ from tests.cache.toy import (
     settle,
 )
 from tests.cache.toy import simple as one_group
-from tests.inside import ErasureLog, StoreError, mover
+from tests.inside import ErasureLog, StoreError, drop, mover
 
 P, Q, R = [1] * 24, [2] * 24, [3] * 24
 
@@ -91,6 +91,32 @@ def test_another_cache_does_not_answer_from_its_pages(two: tuple[KV, KV], forget
     assert forget(a) == 3
     assert reused(b, P) == reused(a, P) == 0
     audit(b)
+
+
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
+def test_a_model_that_a_command_drops(two: tuple[KV, KV], tmp_path: Path) -> None:
+    """By `flowkv scrub --drop`, after its owner ended and before a reader follows."""
+    owner, other = two
+    published(owner, P)
+    assert owner.flush() and reused(other, P) == 24
+    owner.close()
+    assert drop(tmp_path / "kv", "toy").frames == 3
+    assert reused(other, P) == 0
+    audit(other)
+
+
+def test_a_log_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a relative path, in a program that changes its directory later."""
+    monkeypatch.chdir(tmp_path)
+    a, b = (kv_over(shared(Path())) for _ in range(2))
+    published(a, P)
+    assert a.flush() and reused(b, P) == 24
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    assert a.forget(P) == 3
+    assert reused(b, P) == 0 and not [*(tmp_path / "else").iterdir()]
+    a.close()
+    b.close()
 
 
 @each_way

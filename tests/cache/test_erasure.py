@@ -297,6 +297,24 @@ def test_frames_that_others_sent_to_an_engine_are_erased_or_named() -> None:
         each.close()
 
 
+@pytest.mark.parametrize("within", ["load", "listing"])
+def test_frames_that_were_damaged_on_their_way_are_erased_too(within: str) -> None:
+    """They are whole in the engine: all others find them again."""
+    engine, quiet = FaultyBackend(), RemoteLimits(every_s=1e6)
+    early, writer = (kv_over(RemoteTier(engine, limits=quiet)) for _ in range(2))
+    published(writer, P)
+    assert writer.flush()
+    late = kv_over(RemoteTier(engine, limits=quiet))
+    kv, engine.plan["get"] = early, ["", "corrupt"]  # the log of erasures is read first
+    if within == "load":
+        kv, engine.plan["get"] = late, ["", *["corrupt"] * 3]
+        with kv.open([*P, 0]) as seq:
+            assert seq.reused < 24
+    assert kv.forget(tenant="") == 3 and [*engine.objects] == ["erased"]
+    for each in (early, writer, late):
+        each.close()
+
+
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_tier_that_cannot_prove_it_is_named_and_all_others_erase(silent: bool) -> None:
     near, far = MemoryTier(name="near"), MemoryTier(name="far")

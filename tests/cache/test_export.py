@@ -47,6 +47,16 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "warm.kv"
 
 
+@pytest.mark.parametrize("name", ["n" * 255, "\u00fc" * 127, os.fsdecode(b"a\xff b")])
+def test_names_of_any_length(tmp_path: Path, name: str) -> None:
+    kv = make_kv()
+    published(kv, P)
+    frames = kv.export(tmp_path / name).frames
+    assert make_kv().load(tmp_path / name).frames == frames > 0
+    assert os.listdir(tmp_path) == [name]
+    kv.close()
+
+
 def test_what_was_exported_is_known_elsewhere(tmp_path: Path) -> None:
     kv = make_kv()
     published(kv, P)
@@ -306,8 +316,12 @@ def test_what_cannot_be_written_or_read_says_so(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"cannot be read \(No such file"):
         kv.load(tmp_path / "warm.kv")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(StoreError, match="cannot be written"):
-        kv.export(tmp_path / "folder")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe"):  # no other thing is replaced, /dev/null neither
+        with pytest.raises(StoreError, match=r"cannot be written \(not a regular file"):
+            kv.export(tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "pipe").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     kv.export(tmp_path / "warm.kv")
     before = (tmp_path / "warm.kv").read_bytes()

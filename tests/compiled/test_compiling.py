@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 import numba
 import pytest
 from hypothesis import given
+from numba.core import compiler_lock
 from numba.extending import overload
 
 from tests.inside import Intervals, SystemClock, compiling, progress
@@ -237,3 +238,35 @@ def test_a_thread_that_cannot_begin_harms_no_compilation(monkeypatch: pytest.Mon
 def test_standard_error_may_be_anything(stderr: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)
     assert not progress._write("compiling")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("wait_s", [0.01, 60.0])
+def test_a_child_of_a_fork_within_a_compilation_compiles(
+    wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once waited for ever: the thread that held the compiler's lock is not in the child."""
+    lock, held, go_on = compiler_lock.global_compiler_lock, threading.Event(), threading.Event()
+
+    def compiles() -> None:
+        with lock:
+            held.set()
+            assert go_on.wait(60)
+
+    thread = threading.Thread(target=compiles)
+    thread.start()
+    assert held.wait(60)
+    monkeypatch.setattr(compiling, "FORK_WAIT_S", wait_s)
+    late = threading.Timer(0.05, go_on.set)
+    if wait_s > 1:  # the fork waits for the end of the compilation
+        late.start()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if lock._lock.acquire(timeout=5) else 1)
+    assert wait_s < 1 or go_on.is_set()
+    go_on.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with lock:
+        pass

@@ -334,6 +334,17 @@ def test_coded_pages_of_another_geometry_are_passed_over(tmp_path: Path) -> None
         assert reused(kv) == 0
 
 
+def test_a_bound_that_earlier_calibrations_exceed(tmp_path: Path) -> None:
+    model = models.causal("llama")
+    with cold(model, tmp_path) as kv:
+        measured = learn(kv)
+    with (
+        pytest.warns(UserWarning, match="more than cold='kvt:kl=1e-06' allows"),
+        cold(model, tmp_path, cold="kvt:kl=1e-06") as kv,
+    ):
+        assert kv.stats()["cold"]["kl"] == measured["kl"]
+
+
 def test_sliding_layers_are_learned_at_all_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

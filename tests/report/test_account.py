@@ -95,10 +95,12 @@ def test_what_is_unknown_is_left_out() -> None:
     assert "simulated" in page and "measured" not in read(page).of("span")
 
 
-def test_an_account_writes_when_it_ends(tmp_path: Path) -> None:
+def test_an_account_writes_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bus, path = Bus(), tmp_path / "served.html"
     clock = Clock()
-    with Account(path, bus, lambda: LEVELS, title="A & B") as account:
+    monkeypatch.chdir(tmp_path)
+    with Account("served.html", bus, lambda: LEVELS, title="A & B") as account:
+        monkeypatch.chdir("/")
         tell(bus, clock)
         assert not path.exists() and bus.wants(EngineStep)
         assert account.write() == path and "2 finished" in path.read_text()

@@ -205,6 +205,20 @@ def test_a_damaged_byte_is_found_by_a_later_process(tmp_path: Path) -> None:
     weights.detach()
 
 
+def test_names_that_are_no_text_and_a_changed_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = stack(), torch.rand(1, 128)
+    wanted = model(x)
+    path = saved(model, tmp_path / "w").rename(os.fsdecode(os.fsencode(tmp_path) + b"/w\xff"))
+    monkeypatch.chdir(tmp_path)
+    weights = flowkv.attach_weights(model, path, budget="30%", disk="kept")
+    monkeypatch.chdir("/")
+    assert torch.equal(model(x), wanted)
+    weights.detach()
+    assert [*(tmp_path / "kept").glob("*.digests")]
+
+
 def _read_one(path: Path, manifests: Path, name: str) -> Checkpoint:
     found = Checkpoint(path, manifests)
     layout = found.layout([found.tensors[name]])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from flowkv.tiers import REMOTE_KINDS, Envelope, open_tier
-from tests.inside import ConfigError, MissingDependencyError
+from tests.cache.toy import make_kv
+from tests.inside import ConfigError, MissingDependencyError, StoreError
 
 MIB = 1 << 20
 EXTRAS = {
@@ -40,6 +42,21 @@ def test_a_disk_tier_gets_the_envelope(tmp_path: Path) -> None:
     tier = open_tier("disk", path=str(tmp_path), capacity_bytes=MIB, envelope=envelope)
     assert (tier.kind, tier.capacity_bytes) == ("disk", MIB)
     tier.close()
+
+
+@pytest.mark.parametrize("name", [b"a\xffb", b"a\nb", b"%41 #"])
+def test_odd_names_of_directories(tmp_path: Path, name: bytes) -> None:
+    """The tier's name goes into metrics and traces, which are UTF-8."""
+    place = os.path.join(os.fsencode(tmp_path), name)
+    tier = open_tier("disk", path=os.fsdecode(place), capacity_bytes=MIB)
+    assert os.path.exists(os.path.join(place, b"journal"))
+    assert b"a" in tier.name.encode() or b"%41" in tier.name.encode()
+    tier.close()
+
+
+def test_a_name_too_long_for_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="File name too long"):
+        make_kv(tiers=[f"disk:{tmp_path / ('n' * 256)}:8MiB"])
 
 
 @pytest.mark.parametrize("kind", REMOTE_KINDS)

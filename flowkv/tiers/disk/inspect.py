@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ import numpy as np
 
 from flowkv.core.errors import StoreError
 from flowkv.core.geometry import FIDELITIES
-from flowkv.tiers.disk.home import Superblock, owned, read_superblock
+from flowkv.tiers.disk.home import ERASED, Superblock, owned, read_superblock
 from flowkv.tiers.disk.journal import RECORD_BYTES, Held, Journal, Slot, in_order, newest, sensible
 from flowkv.tiers.disk.store import (
     DiskStore,
@@ -27,6 +27,7 @@ from flowkv.tiers.disk.store import (
     rows_in_slots,
 )
 from flowkv.tiers.envelope import Envelope, Keyring
+from flowkv.tiers.erasure_log import MOST_KEYS, ErasureLog, realm_name
 from flowkv.tiers.frame import AES_256_GCM, BadFrame
 from flowkv.tiers.io.engine import FileIO
 
@@ -431,9 +432,12 @@ def drop(
         entries = store.entries()
         shares = by_namespace([held for _, held in entries])
         found = _meant(path, namespace, shares, names(superblock))
-        doomed = {bytes.fromhex(digest) for digest in found}
-        store.delete([key for key, held in entries if held.info.namespace in doomed])
-        store.wipe(0.0)
+        doomed, log = [bytes.fromhex(digest) for digest in found], ErasureLog(path / ERASED)
+        with closing(log), log.erasing():
+            store.delete([key for key, held in entries if held.info.namespace in doomed])
+            store.wipe(0.0)
+            for at in range(0, len(doomed), MOST_KEYS // 2):  # for caches that read here
+                log.publish(realms=[realm_name(None, one) for one in doomed[at:][: MOST_KEYS // 2]])
         store.unbind(doomed)
         if aside := store.aside():
             raise StoreError(

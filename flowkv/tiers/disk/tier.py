@@ -1109,7 +1109,8 @@ class DiskTier:
                 f"durability={durability!r}, threads={threads}",
                 "Use durability 'none' or 'sync', and 0 or 1 threads",
             )
-        self.name, self.capacity_bytes = name or f"disk:{path}", capacity_bytes
+        printable = os.fsencode(path).decode(errors="backslashreplace")  # for JSON and metrics
+        self.name, self.capacity_bytes = name or f"disk:{printable}", capacity_bytes
         envelope = envelope or Envelope()
         if engine is None:
             _need_addresses(path)

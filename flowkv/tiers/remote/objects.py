@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeAlias, Unpack
 from urllib.parse import unquote, urlsplit
 
@@ -25,7 +26,7 @@ import msgspec
 import xxhash
 
 from flowkv.core.config import without_secrets
-from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import UNBOUNDED, FrameInfo
@@ -142,6 +143,7 @@ _REFUSED = ("401", "403")
 
 
 Parts: TypeAlias = list[memoryview]
+_begun = 0  # process in which obstore's threads run
 
 
 class ObjectBackend:
@@ -155,6 +157,7 @@ class ObjectBackend:
     Raises:
         ConfigError: obstore does not understand the address or its settings.
         MissingDependencyError: obstore is not installed.
+        StoreError: The process was forked from one that used an object store.
     """
 
     asks = 0
@@ -171,9 +174,13 @@ class ObjectBackend:
         self._rungs: dict[float, Any] = {}
         self._lock, self._ranges = threading.Lock(), True
         self._local = uri.startswith(("file:", "memory:"))
+        self._root, self._inode = unquote(urlsplit(uri).path), -1
+        if _begun not in (0, os.getpid()):  # every call would hang
+            raise StoreError(
+                f"{self.name} cannot be opened in a forked process whose parent used obstore",
+                "Start the process by spawn, or open such tiers in children only",
+            )
         self._store(RUNGS_S[0])
-        self._root = unquote(urlsplit(uri).path)
-        self._inode = os.stat(self._root).st_ino if uri.startswith("file:") else -1
 
     def get(self, name: str, offset: int, into: memoryview, timeout_s: float) -> memoryview | None:
         """Read a range: in several requests if it is long, else without a copy."""
@@ -319,6 +326,8 @@ class ObjectBackend:
         raise ConnectionError(errno.EIO, f"the listing of {folder} does not end")
 
     def _store(self, timeout_s: float) -> Any:
+        global _begun  # noqa: PLW0603 - obstore's threads are the process's, too
+        _begun = os.getpid()
         rung_s = next((rung for rung in RUNGS_S if rung >= timeout_s), RUNGS_S[-1])
         with self._lock:
             if self._local:
@@ -337,8 +346,11 @@ class ObjectBackend:
             options["client_options"] = client | options.get("client_options", {})
             options["retry_config"] = {"max_retries": 0, "retry_timeout": _span(timeout_s)}
         try:
-            return self._obs.store.from_url(self._uri, **options)
-        except (ValueError, TypeError, self._obs.exceptions.BaseError) as error:
+            opened = self._obs.store.from_url(self._uri, **options)
+            if self._inode < 0 and self._uri.startswith("file:"):
+                self._inode = os.stat(self._root).st_ino
+            return opened
+        except (OSError, ValueError, TypeError, self._obs.exceptions.BaseError) as error:
             raise ConfigError(
                 f"{self.name} cannot be opened ({_first_line(error)})",
                 "Write s3://bucket/prefix, gs://bucket/prefix or az://container/prefix; "
@@ -414,7 +426,8 @@ class ObjectTier(RemoteTier):
     Raises:
         ConfigError: The address or the capacity is wrong.
         MissingDependencyError: obstore is not installed.
-        StoreError: The store refuses access.
+        StoreError: The store refuses access; or the process was forked from one that used an
+            object store, where obstore's threads do not run.
     """
 
     backend: ObjectBackend
@@ -434,9 +447,10 @@ class ObjectTier(RemoteTier):
 
     def recall(self) -> dict[bytes, Fact]:
         """Return the frames in the catalogs."""
-        self.known.fresh = []
+        self.known.fresh, self._seen = self.known.fresh or [], set()  # anew after a failure
         facts: dict[bytes, Fact] = {}
-        for key, fact in self._news():  # the last catalog wins, unless it is clearly older
+        for key, fact in chain.from_iterable(self._news()):
+            # the last catalog wins, unless it is clearly older
             if key not in facts or facts[key].stored_ns <= fact.stored_ns + LISTED_NS:
                 facts[key] = fact
         if len(self._seen) > MOST_CATALOGS:
@@ -446,7 +460,8 @@ class ObjectTier(RemoteTier):
     def refresh(self) -> None:
         """Read catalogs that were not there before."""
         look = self.known.look()
-        self.known.merge(list(self._news()), look)  # read before the lock is taken
+        for facts in self._news():
+            self.known.merge(facts, look)
 
     def flush(self) -> None:
         """Write a catalog of new frames, if many or after a while; or merge old catalogs."""
@@ -459,14 +474,18 @@ class ObjectTier(RemoteTier):
             self._write(facts)
             del fresh[: len(facts)]
 
-    def _news(self) -> Iterator[tuple[bytes, Fact]]:
-        """Yield the frames of catalogs that were not read yet."""
+    def _news(self) -> Iterator[list[tuple[bytes, Fact]]]:
+        """Yield the frames of each catalog that was not read yet."""
         listed = islice(self.backend.names(INDEX, self.limits.call_s), MOST_KNOWN)
         unread = {one.name: one.n_bytes for one in listed if 0 < one.n_bytes <= MOST_BYTES}
         for name in sorted(unread.keys() - self._seen)[-MOST_READ:]:  # names begin with a time
-            parts = self.backend.read(f"{INDEX}/{name}", 0, unread[name], self.limits.call_s)
+            read = partial(self._catalog, name, unread[name])
+            yield read() or read()  # perhaps it was damaged on its way
             self._seen.add(name)
-            yield from decode_catalog(b"".join(parts or []))  # the catalog may be gone
+
+    def _catalog(self, name: str, n_bytes: int) -> list[tuple[bytes, Fact]]:
+        parts = self.backend.read(f"{INDEX}/{name}", 0, n_bytes, self.limits.call_s)
+        return decode_catalog(b"".join(parts or []))  # it may be gone
 
     def _write(self, facts: Sequence[tuple[bytes, Fact]]) -> None:
         there = [(key, fact) for key, fact in facts if self.known.get(key) is not None]

@@ -66,11 +66,13 @@ class Fact(NamedTuple):
 class Known:
     """Index of keys expected in the store, and of keys that must not be used. Thread-safe.
 
-    A key is *shunned* after its frame was found damaged, and *condemned* as well from a deletion on
-    until the engine confirmed it: no listing brings it back, only a store of this process does. A
-    frame on its way is *flying*: only its landing shows whether it is there; if its key is
-    condemned meanwhile, it is deleted after it landed. Frames seen in the store before a deletion
-    was confirmed prove nothing about the present (`look`).
+    A key is *shunned* after its frame was found damaged, *refused* as well if its header was twice,
+    and *condemned* from a deletion on until the engine confirmed it: only a store of this process
+    makes it usable again. Listings bring back keys that are only shunned: an erasure must find
+    their frames, which may be whole in the engine. A frame on its way is *flying*: only its landing
+    shows whether it is there; if its key is condemned meanwhile, it is deleted after it landed.
+    Frames seen in the store before a deletion was confirmed prove nothing about the present
+    (`look`).
 
     Args:
         most: Most frames in the index; beyond it the oldest entries are forgotten, and found again
@@ -87,6 +89,7 @@ class Known:
         self._facts: dict[bytes, Fact] = {}
         self._heads: OrderedDict[bytes, Header] = OrderedDict()
         self._shunned: set[bytes] = set()
+        self._refused: set[bytes] = set()
         self._condemned: set[bytes] = set()
         self._deleting: set[bytes] = set()
         self._flying: dict[bytes, bool] = {}
@@ -118,6 +121,10 @@ class Known:
         with self._changed:
             self._heads.pop(key, None)
 
+    def usable(self, key: bytes) -> bool:
+        """Return whether a frame of that key is expected, and was not found damaged."""
+        return key in self._facts and key not in self._shunned
+
     def is_shunned(self, key: bytes) -> bool:
         """Return whether a frame of that key must not be used, even if the store has one."""
         return key in self._shunned
@@ -144,7 +151,7 @@ class Known:
                 mine, gone = self._facts.get(key), self._gone.get(key, self._forgotten) > look
                 if mine is not None:
                     self._put(key, mine.completed(fact))
-                elif not (gone or key in self._shunned or key in self._flying):
+                elif not (gone or self._hidden(key) or key in self._flying):
                     self._put(key, fact)
 
     def see(self, head: Header, n_bytes: int, look: int) -> None:
@@ -172,6 +179,11 @@ class Known:
                 self._drop(key)
                 if shun:
                     self._shunned.add(key)
+
+    def refuse(self, key: bytes, was: Fact | None) -> None:
+        """Shun a key whose header is damaged for good; listings do not bring it back."""
+        self.mark_missing(key, was, shun=True)
+        self._refused.add(key)
 
     # ---- stores
 
@@ -209,6 +221,7 @@ class Known:
             if fact is not None and not unwanted:
                 self._condemned.discard(key)
                 self._shunned.discard(key)
+                self._refused.discard(key)
                 self._put(key, fact)
                 self._note(key)
                 if head is not None:
@@ -255,6 +268,9 @@ class Known:
             self._deletes(names)
             return True
 
+    def _hidden(self, key: bytes) -> bool:
+        return any(key in keys for keys in (self._condemned, self._deleting, self._refused))
+
     def _deletes(self, keys: Collection[bytes]) -> None:
         self._condemned.difference_update(keys)
         self._deleting.update(keys)
@@ -270,7 +286,9 @@ class Known:
                     self._gone[key] = self._deletions
                 while len(self._gone) > MOST_GONE:
                     self._forgotten = self._gone.pop(next(iter(self._gone)))
-                self._shunned.difference_update(key for key in keys if key not in self._condemned)
+                again = [key for key in keys if key not in self._condemned]
+                self._shunned.difference_update(again)
+                self._refused.difference_update(again)
             else:
                 self._condemned.update(keys)
             self._changed.notify_all()
@@ -676,7 +694,7 @@ class RemoteTier:
         unknown = [key for key in keys if self.known.get(key) is None]
         if unknown and self.backend.asks:
             self._ask(unknown)
-        return [self.known.get(key) is not None for key in keys]
+        return [self.known.usable(key) for key in keys]
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
         """Queue loads; they go before stores.
@@ -962,9 +980,14 @@ class RemoteTier:
             left_s = partial(self._left_s, self._clock.now_ns() + round(limit_s * 1e9))
             for key, fact in missing:
                 try:
-                    self._header(key, staging, left_s)
+                    try:
+                        self._header(key, staging, left_s)
+                    except BadFrame as error:
+                        if error.reason not in DAMAGED:
+                            raise
+                        self._header(key, staging, left_s)  # perhaps it was damaged on its way
                 except BadFrame:
-                    self.known.mark_missing(key, fact, shun=True)
+                    self.known.refuse(key, fact)
 
         if missing and self._ready():
             with contextlib.suppress(OSError):
@@ -1040,8 +1063,14 @@ class RemoteTier:
             head = self._header(item.key, staging, left_s)
         else:  # one call, header included: header and stripes belong together
             look = self.known.look()
-            stored = self._get(item.key, 0, self._most_bytes(item), staging, left_s)
-            head = self._see(envelope.head(stored, item.key), look) if stored is not None else None
+            most = envelope.most_bytes(max(1, item.n_bytes))  # of a frame that fits into the target
+            known_bytes = max(GRANULE_BYTES, was.n_bytes or most) if was else most
+            for n_bytes in sorted({min(most, known_bytes), most}):
+                stored = self._get(item.key, 0, n_bytes, staging, left_s)
+                found = envelope.head(stored, item.key) if stored is not None else None
+                head = self._see(found, look) if found is not None else None
+                if head is None or head.frame_bytes <= n_bytes:  # else a longer one replaced it
+                    break
         if head is not None:
             accept(head, wish.key, wish.layout, wish.fidelity)
             stripes = span(head, wish.first, wish.stripes)
@@ -1085,15 +1114,10 @@ class RemoteTier:
         self.known.see(head, sum(self.envelope.place(head, 0, head.stripes)), look)
         return head
 
-    def _most_bytes(self, item: Item) -> int:
-        """Return the most bytes of a frame with a body that fits into the target."""
-        most, fact = self.envelope.most_bytes(max(1, item.n_bytes)), self.known.get(item.key)
-        return min(most, max(GRANULE_BYTES, fact.n_bytes)) if fact and fact.n_bytes else most
-
     def _store(self, item: Item, wish: Store) -> None:
         """Copy the body, then write the frame, unless it is known to be there."""
         count_stripes(item.key, wish.info, item.n_bytes)
-        if self.known.get(item.key) is not None:
+        if self.known.usable(item.key):
             self._workers.answer(item, Outcome.STORED)
             return
         sealed = self._seal(item, wish.info)

@@ -440,7 +440,7 @@ class SharedTier(Immediate):
         self._again_s = self._bury_s = 0.0
         self._lock, self._burying = threading.Lock(), threading.Lock()
         wanted = plan(capacity_bytes)
-        self._memory = SharedFile(Path(directory) / file_name(name), wanted)
+        self._memory = SharedFile(Path(directory).absolute() / file_name(name), wanted)
         self.capacity_bytes = self._memory.plan.file_bytes
         if self._memory.set_aside:
             warnings.warn(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import errno
 import itertools
+import os
 import shutil
 import sys
 import time
@@ -200,7 +203,7 @@ def test_credentials_come_from_the_environment(
     tier.close()
 
 
-def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     with pytest.raises(ConfigError, match="s3://bucket/prefix"):
@@ -210,6 +213,24 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ObjectBackend("s3://key:secret@bucket/kv?secret=1").name == "s3://bucket/kv"
     for uri in ("gs://bucket/kv", "az://container/kv"):
         assert ObjectBackend(uri).name == uri  # nothing is asked before it is used
+    (tmp_path / "file").touch()
+    for path in ("file", "file/kv", "n" * 256):
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            ObjectTier((tmp_path / path).as_uri())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_of_a_user_is_refused(tmp_path: Path) -> None:
+    """Its calls would hang: the threads of obstore stay in the parent."""
+    ObjectTier("memory:///").close()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException), pytest.raises(StoreError, match="forked process"):
+            ObjectTier("memory:///")
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +347,37 @@ def test_one_look_reads_so_many_catalogs(tmp_path: Path, monkeypatch: pytest.Mon
     for count in (2, 3):
         assert sum(fact.info is not None for _, fact in tier.known.facts()) == count
         tier.refresh()
+    tier.close()
+
+
+@pytest.mark.parametrize("look", ["refresh", "recall"])
+@pytest.mark.parametrize("fault", ["503", "damage"])
+def test_a_look_that_failed_is_made_whole_again(
+    tmp_path: Path, look: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catalogs that were damaged on their way, or read before a failure, hid their frames."""
+    quiet = RemoteLimits(every_s=1e6)
+    tier, other = ObjectTier(tmp_path.as_uri(), limits=quiet), tmp_path.as_uri()
+    for number in range(2):
+        writer = ObjectTier(other, limits=quiet)
+        stored(writer, [number])
+        writer.close()
+    read, well = tier.backend.read, [True, False]
+
+    def failing(*place: Any) -> Any:
+        if not (well.pop(0) if well else True):
+            if fault == "damage":
+                return [memoryview(bytes(place[2]))]
+            raise ConnectionError(errno.EIO, "503")
+        return read(*place)
+
+    stored(tier, [2])
+    monkeypatch.setattr(tier.backend, "read", failing)
+    with pytest.raises(ConnectionError) if fault == "503" else contextlib.nullcontext():
+        getattr(tier, look)()
+    found = getattr(tier, look)() or dict(tier.known.facts())
+    assert {key_of(0), key_of(1)} <= found.keys()
+    assert [key for key, _ in tier.known.fresh or ()] == [key_of(2)], "others are to be notified"
     tier.close()
 
 

@@ -343,6 +343,20 @@ def test_a_header_that_others_made_stale_is_read_again(
     other.close()
 
 
+def test_a_frame_that_others_replaced_by_a_longer_one(
+    engine: FaultyBackend, tier: RemoteTier
+) -> None:
+    """As one with a lossy codec is by an exact one: it was taken for damaged, and shunned."""
+    stored(tier, [0], size=4096)
+    other = open_tier(engine, name="other")
+    other.erase([key_of(0)])
+    stored(other, [0], size=16384)
+    wish = Load(key_of(0), memoryview(bytearray(16384)), LAYOUT)
+    assert outcomes(answers(tier, tier.submit_load([wish]), 1)) == [("hit", "")]
+    assert wish.target == body_of(0, 16384) and tier.corrupt == 0
+    other.close()
+
+
 def test_lengths_in_a_header_are_checked_before_memory_is_found(
     engine: FaultyBackend, tier: RemoteTier
 ) -> None:
