@@ -503,9 +503,10 @@ def test_text_over_a_cache_made_beforehand_behind_an_image(name: str) -> None:
     wanted = generate(model, 4, **plain)
     with attached(model, page_size=8) as kv:
         for _ in range(2):
-            generate(model, 1, **pair)
-            cache = kv.cache(**plain)
-            assert_same(generate(model, 4, **plain, past_key_values=cache), wanted)
+            for places in ({}, dict(position_ids=torch.arange(40).repeat(3, 1, 1))):
+                generate(model, 1, **pair)
+                cache = kv.cache(**plain, **places)
+                assert_same(generate(model, 4, **plain, past_key_values=cache), wanted)
         assert cache.reused
 
 

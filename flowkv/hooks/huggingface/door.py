@@ -701,9 +701,10 @@ class ForwardHook:
         `generate` runs encoders and makes positions before it, and cuts off what the cache holds.
         """
         counted = any(pads) and self.names.positions in self.names.parameters
-        if call.positions is None and (counted or not (self.plan.from_0 and self.names.counts)):
+        if call.positions is None and (counted or not self.plan.from_0):
             return True
-        return self.names.encoder or bool(call.fillers) or call.filled
+        more = bool(call.fillers) or call.filled
+        return self.names.encoder or not self.names.counts or more
 
     def _admit(self, call: ForwardCall, pads: list[int], limits: ReuseLimits) -> AdmittedRows:
         """Open the rows of a call with their known prefixes, within the limits and the pools."""
