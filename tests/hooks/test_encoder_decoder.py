@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
+import flowkv
 from tests.inside import StateError
 
 from . import models
@@ -138,6 +139,9 @@ class TestCachesMadeBeforehand:
 
 
 class TestGenerate:
+    def test_verify_reuses_as_it_does(self, t5: Any) -> None:
+        assert flowkv.verify(t5).cases[1].reused >= 64
+
     @pytest.mark.parametrize("masked", [None, 7])
     @pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.slow)])
     def test_known_prompts_are_not_computed_again(

@@ -522,8 +522,12 @@ def _compare(
         wanted, logits = _answer(model, door.names, ids, mask, native_cache(model), None)
     cache: Any = door.open(_inputs(model, door.names, ids, mask))
     cache.care = {}
-    found, others = _answer(model, door.names, ids, mask, cache, wanted)
-    reused = getattr(cache, "reused", 0)
+    try:
+        with door.generating():
+            found, others = _answer(model, door.names, ids, mask, cache, wanted)
+        reused = getattr(cache, "reused", 0)  # the model's own has none
+    finally:
+        getattr(cache, "close", int)()
     difference = float((logits - others).abs().max())
     return wanted, Comparison(name, torch.equal(wanted, found), difference, reused, int(mask.sum()))
 

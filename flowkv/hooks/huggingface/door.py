@@ -214,8 +214,12 @@ class ForwardHook:
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         """Run the first forward of the model's `generate`, marked as such."""
-        with interrupts.Setting(_GENERATES, self):
+        with self.generating():
             return PREFILL(self.model, *args, **kwargs)
+
+    def generating(self) -> interrupts.Setting[Any]:
+        """Leave all but the last logits out of first forwards: `with door.generating(): ...`."""
+        return interrupts.Setting(_GENERATES, self)
 
     def warn_compiled(self, how: str) -> None:
         """Warn that forwards of a compiled model do not run the hooks of this door."""
