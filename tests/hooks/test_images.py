@@ -473,6 +473,44 @@ def test_a_cache_made_beforehand_does_not_know_positions_of_images() -> None:
         assert reused(kv) > 0
 
 
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_vl"])
+def test_a_cache_made_beforehand_is_given_to_generate_with_another_image(name: str) -> None:
+    """`generate` encodes its images before the forward that shows them."""
+    first, last = text(30, 1), text(20, 2)
+    if name == "qwen3_vl":
+        model, calls = made(name), [asked(first, image, last) for image in (CAT, DOG)]
+    else:
+        model = _seeing() if name == "gemma3" else models.llava()
+        token = IMAGE if name == "gemma3" else models.IMAGE_TOKEN
+        calls = [pictured(first, n, last, token=token) for n in (1, 2)]
+        for call in calls if name == "llava" else ():
+            del call["token_type_ids"]
+    wanted = [generate(model, 4, **call) for call in calls]
+    with attached(model, page_size=8) as kv:
+        for cached, given in [(0, 1), (0, 0), (1, 1), (1, 0)] * 2:
+            cache = kv.cache(**calls[cached])
+            assert_same(generate(model, 4, **calls[given], past_key_values=cache), wanted[given])
+            assert_same(generate(model, 4, **calls[cached]), wanted[cached])
+        cache = kv.cache(input_ids=calls[0]["input_ids"])
+        assert_same(generate(model, 4, **calls[1], past_key_values=cache), wanted[1])
+        assert cache.reused >= 48 or models.OLD, "what plain `generate` reuses"
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
+def test_text_over_a_cache_made_beforehand_behind_an_image(name: str) -> None:
+    """Behind tokens of a cache, `generate` counts on from the prompt that it ran last."""
+    model, plain = made(name), asked(text(40, 1))
+    pair = {key: value.repeat(2, 1) for key, value in asked(text(30, 1), WIDE, text(9, 3)).items()}
+    wanted = generate(model, 4, **plain)
+    with attached(model, page_size=8) as kv:
+        for _ in range(2):
+            for places in ({}, dict(position_ids=torch.arange(40).repeat(3, 1, 1))):
+                generate(model, 1, **pair)
+                cache = kv.cache(**plain, **places)
+                assert_same(generate(model, 4, **plain, past_key_values=cache), wanted)
+        assert cache.reused
+
+
 def test_a_cache_made_beforehand_is_given_another_image() -> None:
     model: Any = models.llava()
     calls = [pictured(text(30, 1), n, text(9, 2), token=models.IMAGE_TOKEN) for n in (1, 2)]

@@ -19,8 +19,7 @@ from tests.inside import rows_Rows as Rows
 
 from . import models
 from .compare import assert_same, attached, generate
-from .test_encoder_decoder import pair, text
-from .test_restore import Slow, on, restoring, stored
+from .test_restore import Slow, restoring, stored
 
 pytestmark = pytest.mark.usefixtures("all_is_loaded")
 """On a busy machine computing may be faster than the slow tier, and would be chosen."""
@@ -136,21 +135,16 @@ def test_a_suffix_is_not_taken_for_the_whole(
         audit(kv)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_a_whole_prompt_in_hand_is_computed(beams: int) -> None:
-    model, inputs = models.t5(), text()
-    theirs = generate(model, 4, **inputs, num_beams=beams).sequences
-    tier = Slow()
-    with on(model, tier) as kv:
-        generate(model, 1, **inputs, past_key_values=pair(kv.cache(**inputs)))
-        assert kv.flush()
-        frames = dict(tier.inner.frames)
-    refused = pytest.warns(UserWarning, match="pages are full") if beams == 1 else nullcontext()
-    with restoring(model, frames, 0.0) as (kv, tier, _), Patch.context() as patch, refused:
-        cache = pair(kv.cache(**inputs))
-        lost_later(patch, tier, room=beams > 1)
-        run = generate(model, 4, **inputs, num_beams=beams, past_key_values=cache)
-        assert bool(tier.lost) == (beams > 1) and torch.equal(run.sequences, theirs)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_whole_prompt_in_hand_is_computed(
+    llama: Any, prompt: torch.Tensor, frames: dict[bytes, Any], last: Last, rows: int
+) -> None:
+    refused = pytest.warns(UserWarning, match="pages are full") if rows == 1 else nullcontext()
+    with restoring(llama, frames, 0.0) as (kv, tier, _), Patch.context() as patch, refused:
+        cache = kv.cache(prompt)
+        lost_later(patch, tier, room=rows > 1)
+        assert right(last(cache, 0, rows=rows), llama, prompt)
+        assert bool(tier.lost) == (rows > 1)
 
 
 class TestWithoutAnybodyToCompute:
@@ -330,23 +324,6 @@ class TestAPromptPassedAgain:
                 else:
                     generate(llama, 1, input_ids=ids, past_key_values=cache)
             assert first == 96
-
-    @torch.no_grad()
-    def test_an_encoder_decoder_is_told_which_it_is(self) -> None:
-        model, inputs = models.t5(), text()
-        ids = inputs["decoder_input_ids"] = torch.full((2, 100), 1)
-        both = inputs | {"decoder_input_ids": torch.cat([ids[:, :96], ids], 1)}
-        theirs, run = model(**both).logits[:, -1], generate(model, 4, **inputs)
-        with attached(model, revision="tests") as kv:
-            generate(model, 1, **inputs, past_key_values=pair(kv.cache(**inputs)))
-            cache = pair(kv.cache(**inputs))
-            with pytest.raises(StateError, match="decoder_attention_mask"):
-                model(**inputs, past_key_values=cache)
-            mask = torch.ones_like(both["decoder_input_ids"])
-            logits = model(**inputs, decoder_attention_mask=mask, past_key_values=cache).logits
-            torch.testing.assert_close(logits[:, -1], theirs, rtol=1e-4, atol=1e-4)
-            cache = pair(kv.cache(**inputs))
-            assert_same(generate(model, 4, **inputs, past_key_values=cache), run)
 
 
 def test_pages_are_lost_of_a_model_that_another_thread_changes(monkeypatch: Patch) -> None:

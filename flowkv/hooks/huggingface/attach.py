@@ -520,12 +520,14 @@ def _compare(
     mask = torch.ones_like(ids) if mask is None else mask
     with (door_of(model) or door).aside():
         wanted, logits = _answer(model, door.names, ids, mask, native_cache(model), None)
-    cache = door.open(_inputs(model, door.names, ids, mask))
+    cache: Any = door.open(_inputs(model, door.names, ids, mask))
+    cache.care = {}
     try:
-        reused = cache.reused
-        found, others = _answer(model, door.names, ids, mask, cache, wanted)
+        with door.generating():
+            found, others = _answer(model, door.names, ids, mask, cache, wanted)
+        reused = getattr(cache, "reused", 0)  # the model's own has none
     finally:
-        cache.close()
+        getattr(cache, "close", int)()
     difference = float((logits - others).abs().max())
     return wanted, Comparison(name, torch.equal(wanted, found), difference, reused, int(mask.sum()))
 

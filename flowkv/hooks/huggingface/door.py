@@ -28,10 +28,10 @@ from flowkv.core.keys import Salt
 from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
-from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, shift_salts, usual
+from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, usual
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.press import Press, Pressing
-from flowkv.hooks.huggingface.probe import Alike, odd_type, probe, rows_alike, settle
+from flowkv.hooks.huggingface.probe import Alike, native_cache, odd_type, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
     NOTHING,
     AdmittedRows,
@@ -53,7 +53,6 @@ from flowkv.hooks.huggingface.rows import (
 )
 from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.hooks.huggingface.versions import (
-    ENCODES,
     PREFILL,
     DynamicCache,
     EncoderDecoderCache,
@@ -215,8 +214,12 @@ class ForwardHook:
 
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         """Run the first forward of the model's `generate`, marked as such."""
-        with interrupts.Setting(_GENERATES, self):
+        with self.generating():
             return PREFILL(self.model, *args, **kwargs)
+
+    def generating(self) -> interrupts.Setting[Any]:
+        """Leave all but the last logits out of first forwards: `with door.generating(): ...`."""
+        return interrupts.Setting(_GENERATES, self)
 
     def warn_compiled(self, how: str) -> None:
         """Warn that forwards of a compiled model do not run the hooks of this door."""
@@ -440,6 +443,7 @@ class ForwardHook:
             return None
         keep = given.get("logits_to_keep", 0)
         says = cache is not None and "logits_to_keep" in self.names.parameters
+        says = says and not hasattr(cache, "care")  # as those of kv.cache(...) have
         if says and not (isinstance(keep, int) and keep > 0):
             return None  # all logits are wanted: no generation
         if captured(module):
@@ -467,7 +471,7 @@ class ForwardHook:
             return f"its past_key_values are a {type(cache).__name__}" if known else None
         if getattr(cache, "offloading", False):
             return "its past_key_values are offloaded"
-        if getattr(cache, "_is_user_defined", False):
+        if getattr(cache, "_is_user_defined", False) and not hasattr(cache, "care"):
             return "generate was given a DynamicCache; give it kv.cache(...), or none"
         if cache.get_seq_length():
             return "its past_key_values were filled without FlowKV"
@@ -492,6 +496,8 @@ class ForwardHook:
             return given
         self._calibrate()
         call = ForwardCall(self.names, given)
+        if hasattr(cache, "care"):
+            check_paired(call)
         if _GENERATES.get() is self:
             call.keep = max(call.keep, 1)
         pads = None if call.problem else call.pads()
@@ -514,7 +520,8 @@ class ForwardHook:
             entire = shifted or self._by_length(call, pads)
             # All known pages are loaded first if rows or spans cannot be computed by themselves.
             waits = entire or self.blending is not None or not self._divides(call)
-            found = self._admit(call, pads, ReuseLimits(most, wait=waits))
+            care = getattr(cache, "care", NOTHING)
+            found = self._admit(call, pads, ReuseLimits(most, care=care, wait=waits))
             with closed_on_error(found.seqs):
                 restoring = Restoring(self.kv, found.seqs, pads, call.types)
                 # Nested forwards are needed only to compute tokens outside the forward itself.
@@ -533,6 +540,7 @@ class ForwardHook:
         except TypeError as error:
             return self._pass(cache, given, str(error))
         paged = self._paged(found, call, pads, restoring, cache)
+        paged.care = care
         further = any(p + seq.length > found.base for p, seq in zip(pads, found.seqs, strict=True))
         paged.rows.uneven |= self.kv.config.overflow or (self.blending is not None and further)
         if blended and self.blending.private:
@@ -586,7 +594,7 @@ class ForwardHook:
         if problem := call.problem or modes() or self._apart(call, pads):
             return problem
         assert pads is not None
-        if call.unplaced and (any(pads) or call.modal):
+        if call.unplaced and (any(pads) or call.fillers):
             return f"it has {'padding' if any(pads) else 'images'} and no position_ids"
         if call.positions is None and not self.plan.from_0:
             return "it has no position_ids, and those of the model itself do not count from 0"
@@ -666,8 +674,8 @@ class ForwardHook:
         self._refuse(problem, code)
         return given
 
-    def open(self, given: dict[str, Any], care: Mapping[str, Any] = NOTHING) -> PagedCache:
-        """Open a paged cache for a prompt that will be passed to `generate`.
+    def open(self, given: dict[str, Any], care: Mapping[str, Any] = NOTHING) -> DynamicCache:
+        """Open a cache for a prompt that will be passed to `generate`, paged or to be so then.
 
         Raises:
             StateError: The prompt cannot be named by its token ids, or the model has changed into
@@ -684,25 +692,29 @@ class ForwardHook:
             raise StateError(
                 f"no cache for this prompt: {problem}", "Call generate without past_key_values"
             )
-        wait = bool(call.fillers) or self.plan.stateful
-        # What a press leaves of the prompt has pages of its own. Which inputs of unknown names a
-        # cache with tokens stands for, neither the model's `generate` nor `_go_on` can know.
-        apart = isinstance(self.sparsifier, Press) or call.fillers.keys() != call.modal.keys()
-        if call.positions is None:  # a loop may leave them out, too, and `generate` makes others
-            counted = any(pads) and self.names.positions in self.names.parameters
-            apart |= counted or not self.plan.from_0
-        apart |= bool(call.fillers and (call.types or call.unplaced)) and not ENCODES
-        most = 0 if apart else call.columns - max(1, self._asked)
-        limits = ReuseLimits(most, care=care, wait=wait)
+        pressed = isinstance(self.sparsifier, Press)  # what it leaves has pages of its own
+        if self._waits(call, pads) and not pressed:
+            return native_cache(self.model)
+        most = 0 if pressed else call.columns - max(1, self._asked)
+        limits = ReuseLimits(most, care=care, wait=self.plan.stateful)
         return self._paged(self._admit(call, pads, limits), call, pads)
+
+    def _waits(self, call: ForwardCall, pads: list[int]) -> bool:
+        """Return whether only the first forward over a cache shows what names its pages.
+
+        `generate` runs encoders and makes positions before it, and cuts off what the cache holds.
+        """
+        counted = any(pads) and self.names.positions in self.names.parameters
+        if call.positions is None and (counted or not self.plan.from_0):
+            return True
+        more = bool(call.fillers) or call.filled
+        return self.names.encoder or not self.names.counts or more
 
     def _admit(self, call: ForwardCall, pads: list[int], limits: ReuseLimits) -> AdmittedRows:
         """Open the rows of a call with their known prefixes, within the limits and the pools."""
         self._save_states()
         prompts = call.prompts(pads, by_place=self.alike_rows(call.rows) != "alike")
         lengths, most = self._lengths(call, pads), max(limits.most, 0)
-        if call.unplaced and call.fillers:  # positions of images, which `generate` is about to make
-            most = min([most, *(pads[run.row] + run.first for run in call.fill.runs)])
         if lengths is not None and call.columns not in lengths:
             most = 0
         elif self._by_length(call, pads):
@@ -880,8 +892,6 @@ class ForwardHook:
         cache.form = call.form
         if call.columns == 0:
             return given
-        if self.names.encoder:
-            check_paired(call)
         if rows.restoring is not None:
             fill = Fill([seq.tokens for seq in rows.seqs], {}, {})
             nested = Nested(self, call, rows.restoring.types, fill)
@@ -897,15 +907,13 @@ class ForwardHook:
         # For a decode step, the result decides whether a graph's answer and full pages are used.
         compare = rows.compare if rows.forwards and call.columns == 1 else rows.padded_by
         padded = compare(call.mask, rows.base + call.columns)
-        # The images of a cache made beforehand were passed to `kv.cache(...)`.
-        filled = bool(rows.forwards == 0 and call.modal and not call.problem)
         odd = (
             training
             or not steady
             or departs
             or call.wants_weights  # some models compute otherwise then
             or bool((call.types or self.plan.uncounted) and self._odd_tokens(call, rows.base))
-            or not (call.form or filled or call.continues)
+            or not (call.form or call.continues)
             or (call.positions is None and not self.plan.from_0)
             or (call.positions is None and not self.names.counts and rows.base and not whole)
             or not (
@@ -920,10 +928,6 @@ class ForwardHook:
         )
         if odd:
             rows.disable_publishing()
-        if filled:
-            pads = rows.pads.tolist()
-            fill = Fill([seq.tokens for seq in rows.seqs], call.modal, self.names.placeholders)
-            call = ForwardCall(self.names, call.skip(0, fill.rest(rows.base, pads)))
         if rows.thinning is not None and rows.thinning.due(rows, call):
             base = rows.base
             cache.thin()
@@ -951,7 +955,7 @@ class ForwardHook:
         A whole prompt that is not the one that its cache was made for is computed from the start.
         """
         rows = cache.rows
-        left, whole = without_known(rows, call, generates=_GENERATES.get() is self)
+        left, whole = without_known(rows, call)
         departs = not rows.forwards and (whole or not rows.base) and self._departs(rows, call)
         if departs and whole:
             cache.empty()
@@ -962,16 +966,11 @@ class ForwardHook:
         pads = rows.pads.tolist()
         if self._obstacle(call, pads):
             return True
-        if call.encoded:  # by `generate`, which was given the same inputs
-            return False
         with suppress(TypeError):  # an input without a digest
             prompts = call.prompts(pads, by_place=self.alike_rows(call.rows) != "alike")
-            places = call.shifts(pads)  # `generate` makes them for a cache that knows of none
-            for row, (seq, prompt) in enumerate(zip(rows.seqs, prompts, strict=False)):
-                free = [] if places is None else shift_salts(places[:, row, prompt.pad :])
+            for seq, prompt in zip(rows.seqs, prompts, strict=False):
                 told = {s for s in seq.salts if s.position < len(prompt.tokens)} - {_LONG}
-                odd = told.symmetric_difference(prompt.salts)
-                if any(salt.position < rows.base or salt not in free for salt in odd):
+                if told.symmetric_difference(prompt.salts):
                     return True
             return False
         return True

@@ -536,9 +536,9 @@ class ForwardCall:
         return self.modal | more
 
     @property
-    def encoded(self) -> bool:
-        """Return whether an encoder has read the inputs before."""
-        return self.names.encoder or ENCODED in self.modal
+    def filled(self) -> bool:
+        """Return whether some tokens are placeholders."""
+        return bool(np.isin(self.numbers[0], list(self.names.placeholders.values())).any())
 
     @property
     def plain(self) -> bool:

@@ -573,8 +573,7 @@ def same_encoding(rows: Rows, total: int) -> bool:
 
 # The first forward of `generate`, and the part of the prompt that it passes again.
 #
-# Decoders pass `logits_to_keep` if only the last logits are wanted, and a mask by which `generate`
-# cuts off the columns of a filled cache. Encoder-decoders often have neither.
+# It passes a mask by which it cuts off the columns of a filled cache.
 
 
 def check_paired(call: ForwardCall) -> None:
@@ -591,22 +590,20 @@ def check_paired(call: ForwardCall) -> None:
         )
 
 
-def without_known(rows: Rows, call: ForwardCall, *, generates: bool) -> tuple[ForwardCall, bool]:
+def without_known(rows: Rows, call: ForwardCall) -> tuple[ForwardCall, bool]:
     """Remove the columns from a forward that its cache holds already.
 
     Args:
         rows: Rows of the cache.
         call: The forward.
-        generates: Whether it is the first of `generate` of an encoder-decoder.
 
     Returns:
         The forward, and whether it was given the whole prompt.
 
     Raises:
-        StateError: The columns of its tokens are ambiguous, the mask shows padding, or the cache
-            lost columns that the tokens continue.
+        StateError: The mask shows padding, or the cache lost columns that the tokens continue.
     """
-    whole = _passed_again(rows, call, generates)
+    whole = _passed_again(rows, call)
     if rows.lost and not whole and not _noticed(rows, call):
         refuse_lost(rows)
     rows.lost = 0
@@ -664,33 +661,17 @@ def _check_padding(rows: Rows, call: ForwardCall) -> None:
         )
 
 
-def _passed_again(rows: Rows, call: ForwardCall, generates: bool) -> bool:
-    """Return whether a cache's first forward repeats its prompt, instead of continuing it.
-
-    Raises:
-        StateError: The tokens of an encoder-decoder are ambiguous.
-    """
+def _passed_again(rows: Rows, call: ForwardCall) -> bool:
+    """Return whether a cache's first forward repeats its prompt, instead of continuing it."""
     if rows.forwards or not rows.told or call.ids is None or call.problem:
         return False
     if len(call.ids) != len(rows.seqs) or _continues(rows, call):
         return False
-    silent = not _is_flat(call.mask) and call.positions is None
-    if silent and not call.names.encoder:
+    if not _is_flat(call.mask) and call.positions is None:
         return False  # decoders get only the columns that the cache does not hold
     ids = call.ids.detach().cpu().numpy()
     each = zip(ids, rows.padded, strict=True)
-    begins = all(_begins(line, seq.tokens, pad) for line, (seq, pad) in each)
-    follows = goes_on(rows, ids, rows.told)
-    if begins and (not follows or not silent or generates):
-        return True
-    if call.names.encoder and call.mask is None and begins is follows:
-        either = "both begin with the prompt and" if begins else "neither begin with the prompt nor"
-        raise StateError(
-            f"the cache holds {rows.told} tokens of a prompt, and these tokens {either} go on from "
-            "there",
-            "Give generate the prompt that kv.cache(...) was given, or a decoder_attention_mask",
-        )
-    return False
+    return all(_begins(line, seq.tokens, pad) for line, (seq, pad) in each)
 
 
 def _continues(rows: Rows, call: ForwardCall) -> bool:

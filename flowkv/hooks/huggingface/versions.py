@@ -42,8 +42,6 @@ CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 MODAL_INPUTS = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 """Inputs that `generate` passes to the first forward only: they fill placeholder tokens."""
 
-ENCODES = hasattr(GenerationMixin, "_supports_mm_encoder_outputs")
-"""Whether `generate` passes prompts with images whole; older releases cut known tokens off."""
 PREFILL: Any = getattr(GenerationMixin, "_prefill", None)
 """Method in which `generate` runs its first forward; None if a release has none."""
 
