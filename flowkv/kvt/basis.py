@@ -220,7 +220,9 @@ def finish(coded, chunk, shape, out, place, own, turn):  # type: ignore[no-untyp
             for token in range(page * tokens, (page + 1) * tokens):
                 row, to = out[to : to + dim], to + dim
                 if kept_at[token] >= 0:
-                    row[:] = whole[kept_at[token], at : at + dim]
+                    same = whole[kept_at[token], at : at + dim]
+                    for n in range(dim):  # `row[:] = same` takes 4 seconds to compile
+                        row[n] = same[n]
                 else:
                     sized = sums[token, at : at + dim]
                     for n in range(dim):
@@ -346,8 +348,9 @@ class BasisChunk:
     ) -> None:
         self.mean, self.metric, self.classes = torch.from_numpy(mean), metric, classes
         self.axes, self.coarse_axes = len(classes), len(coarse)
-        self.coarse, self.fine, self.scale = torch.from_numpy(coarse), torch.from_numpy(fine), scale
         self.parts = mean, np.pad(coarse, ((0, -len(coarse) % 4), (0, 0))), scale
+        self.coarse = torch.from_numpy(self.parts[1][: len(coarse)])
+        self.fine, self.scale = torch.from_numpy(fine), scale
         whole = np.concatenate([coarse, fine * scale])
         apart = whole.reshape(self.axes, *metric.shape[:-1])
         priced = np.einsum("alhd,lhde->alhe", apart, metric).reshape(self.axes, -1)

@@ -47,7 +47,7 @@ class CodedPage(NamedTuple):
     target: memoryview
     first: int
     layers: int
-    done: Callable[[CodedPage, bool | None], object]
+    done: Callable[..., object]
 
 
 class DeviceDecoder:
@@ -126,25 +126,30 @@ class DeviceQueue:
         self._leads, self._again_s = False, 0.0
         self._proven = dict[bytes, bool]()  # by basis; False until its trial is passed
 
-    def decode_soon(self, pages: Sequence[CodedPage], decoder: Decoders) -> None:
+    def decode_soon(
+        self,
+        pages: Sequence[CodedPage],
+        decoder: Decoders,
+        elsewhere: Callable[[list[CodedPage]], object],
+    ) -> None:
         """Decode pages, and what else waits unless another thread does.
 
         Args:
             pages: The pages.
             decoder: Returns the decoder of a coder's pages.
+            elsewhere: Called with those that the device does not get.
         """
-        elsewhere = list[CodedPage]()
+        left = list[CodedPage]()
         with self._lock:
             for page in pages:
                 proven = time.monotonic() >= self._again_s and self._proven.get(page.coder.name)
-                (self._waiting if proven else elsewhere).append(page)
+                (self._waiting if proven else left).append(page)
                 if proven is None:
                     layout = page.coder.layout
                     trial = memoryview(bytearray(layout.page_bytes)), 0, layout.layers
                     self._waiting.append(CodedPage(page.coder, page.data, *trial, self._judge))
                     self._proven[page.coder.name] = False
-        for page in elsewhere:
-            page.done(page, None)
+        elsewhere(left)
         with self._lock:
             leads, self._leads = not self._leads, True
         while leads and (batch := self._next()):

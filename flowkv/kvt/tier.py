@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import os
 import queue
 import threading
 import time
 from bisect import bisect
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -343,10 +342,7 @@ class CodecTier(OverTier):
         self._earlier = list[tuple[bytes, int]]()
         self._storing, self._reading = threading.RLock(), threading.Lock()  # one basis at a time
         self._cancelled, self._device = set[int](), DeviceQueue()
-        self._waiting, self._numbers = (
-            dict[int, tuple[_Asked, bytes, FrameInfo]](),
-            itertools.count(),
-        )
+        self._waiting = deque[tuple[_Asked, bytes, FrameInfo]]()
         self._coded = dict[bytes, int]()  # coded pages here, and their bytes
         self._closed = self._over = False
         name = f"flowkv {inner.name} codec"  # loads never wait for stores
@@ -762,38 +758,42 @@ class CodecTier(OverTier):
     def _decode_soon(self, one: _Asked, data: bytes, info: FrameInfo) -> None:
         """Decode a page in a thread; in this one, if the pool is closed or gets no thread."""
         with self._answering(one):
-            number = next(self._numbers)
-            with self._lock:
-                self._waiting[number] = one, data, info
+            self._waiting.append((one, data, info))
             try:
                 self._decoders.submit(self._decode_some)
             except Exception:
-                self._decode_some(number)
+                self._decode_some()
 
-    def _decode_some(self, *numbers: int) -> None:
-        """Decode pages that wait, a fair share of them unless these are given."""
+    def _decode_some(self) -> None:
+        """Decode a fair share of the pages that wait: as often as pages came, so all of them."""
+        most = BATCH_TOKENS // max(form.layout.page_size for form in self.bases.forms.values())
         with self._lock:
-            if self._waiting and not numbers:
-                first = next(iter(self._waiting.values()))[0].item
-                form, count = self.bases.by_raw[first.layout], len(self._waiting)
-                if form.device.type not in DEVICES:
-                    count = min(-(-count // DECODERS), BATCH_TOKENS // form.layout.page_size or 1)
-                numbers = tuple(itertools.islice(self._waiting, count))
-            batch = [self._waiting.pop(one) for one in numbers if one in self._waiting]
-        alike = defaultdict[tuple[Any, ...], list[CodedPage]](list)
+            count = min(-(-len(self._waiting) // DECODERS), most)
+            batch = [self._waiting.popleft() for _ in range(count)]
+        here, there = list[CodedPage](), list[CodedPage]()
         with self._answering(*(one for one, *_ in batch)):
             for one, data, info in batch:
                 with self._answering(one):
                     page = None if self._over_or_late(one) else self._page(one, data, info)
                     if page is not None:
-                        device = self.bases.by_raw[one.item.layout].device.type in DEVICES
-                        alike[() if device else (page.coder, *page[3:5])].append(page)
-            if there := alike.pop((), None):
-                self._device.decode_soon(there, self.bases.on_device)
-            for (coder, first, layers), pages in alike.items():
-                own = [(memoryview(page.data), page.target) for page in pages]
-                for page, sound in zip(pages, coder.decode_batch(own, first, layers), strict=True):
-                    page.done(page, sound)
+                        device = self.bases.by_raw[one.item.layout].device.type
+                        (there if device in DEVICES else here).append(page)
+            self._decode_here(here)
+            if there:
+                self._device.decode_soon(there, self.bases.on_device, self._decode_here)
+
+    def _decode_here(self, pages: Sequence[CodedPage]) -> None:
+        """Decode pages on the processor: those alike together, or each alone after an error."""
+        alike = defaultdict[tuple[PageCoder, int, int], list[CodedPage]](list)
+        for page in pages:
+            alike[page.coder, page.first, page.layers].append(page)
+        for (coder, first, layers), some in alike.items():
+            found: Sequence[bool | None] = [None] * len(some)
+            own = [(memoryview(page.data), page.target) for page in some]
+            with suppress(Exception):
+                found = coder.decode_batch(own, first, layers)
+            for page, sound in zip(some, found, strict=True):
+                page.done(page, sound, here=True)
 
     def _page(self, one: _Asked, data: bytes, info: FrameInfo) -> CodedPage | None:
         """Return a page to decode; None if its load is answered, as it cannot be."""
@@ -812,18 +812,23 @@ class CodecTier(OverTier):
             answer = answer._replace(outcome=Outcome.FAILED, reason="target")
         elif coder is not None:
             target = item.target.cast("B")[: count * step]
-            there = form.device.type in DEVICES
-            done = partial(self._decoded, one, _as_raw(info, form), there)
+            done = partial(self._decoded, one, _as_raw(info, form))
             return CodedPage(coder, data, target, item.first, count, done)
         self._settle(one, answer, gone=gone)
         return None
 
     def _decoded(
-        self, one: _Asked, info: FrameInfo, there: bool, page: CodedPage, sound: bool | None
+        self,
+        one: _Asked,
+        info: FrameInfo,
+        page: CodedPage,
+        sound: bool | None,
+        *,
+        here: bool = False,
     ) -> None:
         """Answer a load, with a page that is decoded, or that is decoded here."""
         with self._answering(one):
-            self.bases.count(device_pages=there and sound is not None)
+            self.bases.count(device_pages=not here and sound is not None)
             if sound is None:
                 sound = page.coder.decode(memoryview(page.data), *page[2:5])
             answer = one.answer(Outcome.MISS, "digest")
