@@ -95,6 +95,7 @@ class PageCoder:
 
     Attributes:
         name: Name of the basis.
+        nothing: What `parts` would return of a page without words.
 
     Raises:
         ValueError: The bytes are no basis of such pages.
@@ -104,6 +105,7 @@ class PageCoder:
         self.data, self.name = data, digest(data)
         self.basis = Basis.unpack(data, layout)
         self.places = list(chunk_places(layout))
+        self.nothing = 0, np.zeros((len(self.places), 4), np.int64)
         self._fit(layout)
 
     def _fit(self, layout: PageLayout) -> None:
@@ -225,11 +227,10 @@ class PageCoder:
             first: First layer.
             layers: Number of layers.
         """
-        found = [self.parts(data) for data, _ in pages]
+        nothing, data = self.nothing, b"".join(one for one, _ in pages)
+        numbers, found = zip(*(self.parts(one) or nothing for one, _ in pages), strict=True)
         size, end, sound = self.layout.page_size, first + layers, np.ones(len(pages), np.bool_)
-        starts = tuple(size * (one[0] if one else 0) for one in found)
-        nothing, data = np.zeros((len(self.places), 4), np.int64), b"".join(one for one, _ in pages)
-        parts = np.stack([nothing if one is None else one[1] for one in found])
+        starts, parts = tuple(size * one for one in numbers), np.stack(found)
         parts[..., 0] += np.cumsum([0, *(len(one) for one, _ in pages[:-1])])[:, None]
         views = [self.views(target, layers) for _, target in pages]
         for number, place in enumerate(self.places):

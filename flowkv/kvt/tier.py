@@ -342,6 +342,7 @@ class CodecTier(OverTier):
         self._earlier = list[tuple[bytes, int]]()
         self._storing, self._reading = threading.RLock(), threading.Lock()  # one basis at a time
         self._cancelled, self._device = set[int](), DeviceQueue()
+        self._encoding = deque[tuple[_Asked, PageCoder, int | bytes]]()
         self._waiting = deque[tuple[_Asked, bytes, FrameInfo]]()
         self._coded = dict[bytes, int]()  # coded pages here, and their bytes
         self._closed = self._over = False
@@ -527,7 +528,7 @@ class CodecTier(OverTier):
             if how is None:
                 plain.append(one)
             else:
-                self._encode_soon(one, *how)
+                self._soon(self._encoders, self._encode, self._encoding, (one, *how))
         self._store(plain, [one.item for one in plain])
         return job
 
@@ -625,13 +626,24 @@ class CodecTier(OverTier):
         page_no = self.page_of(item.key) if coder is not None else None
         return None if coder is None or page_no is None else (coder, page_no)
 
-    def _encode_soon(self, one: _Asked, coder: PageCoder, page: int | bytes) -> None:
-        """Encode a page in a thread; in this one, if the pool is closed or gets no thread."""
-        begun = threading.Lock()  # work for which no thread starts may stay in the pool's queue
+    def _soon(
+        self, pool: ThreadPoolExecutor, work: Callable[[], None], queued: deque[Any], item: Any
+    ) -> None:
+        """Queue an item and work in a thread, or work in this one if the pool gets no thread.
+
+        Work for which no thread starts may stay in the pool's queue: it then finds no item.
+        """
+        queued.append(item)
         try:
-            self._encoders.submit(self._encode, begun, one, coder, page)
+            pool.submit(work)
         except Exception:
-            self._encode(begun, one, coder, page)
+            work()
+
+    def _taken(self, queued: deque[Any], most: int, threads: int = 1) -> list[Any]:
+        """Return a thread's fair share of queued items."""
+        with self._lock:
+            count = min(-(-len(queued) // threads), most)
+            return [queued.popleft() for _ in range(count)]
 
     def _over_or_late(self, one: _Asked) -> bool:
         """Return whether an item was cancelled, or its time is over; answer it then."""
@@ -756,20 +768,13 @@ class CodecTier(OverTier):
                 self._cancelled.discard(one.job)
 
     def _decode_soon(self, one: _Asked, data: bytes, info: FrameInfo) -> None:
-        """Decode a page in a thread; in this one, if the pool is closed or gets no thread."""
         with self._answering(one):
-            self._waiting.append((one, data, info))
-            try:
-                self._decoders.submit(self._decode_some)
-            except Exception:
-                self._decode_some()
+            self._soon(self._decoders, self._decode_some, self._waiting, (one, data, info))
 
     def _decode_some(self) -> None:
-        """Decode a fair share of the pages that wait: as often as pages came, so all of them."""
+        """Decode a fair share of the pages that wait. It runs once for each: so none is left."""
         most = BATCH_TOKENS // max(form.layout.page_size for form in self.bases.forms.values())
-        with self._lock:
-            count = min(-(-len(self._waiting) // DECODERS), most)
-            batch = [self._waiting.popleft() for _ in range(count)]
+        batch = self._taken(self._waiting, most, DECODERS)
         here, there = list[CodedPage](), list[CodedPage]()
         with self._answering(*(one for one, *_ in batch)):
             for one, data, info in batch:
@@ -793,7 +798,7 @@ class CodecTier(OverTier):
             with suppress(Exception):
                 found = coder.decode_batch(own, first, layers)
             for page, sound in zip(some, found, strict=True):
-                page.done(page, sound, here=True)
+                page.done(page, sound, True)
 
     def _page(self, one: _Asked, data: bytes, info: FrameInfo) -> CodedPage | None:
         """Return a page to decode; None if its load is answered, as it cannot be."""
@@ -818,13 +823,7 @@ class CodecTier(OverTier):
         return None
 
     def _decoded(
-        self,
-        one: _Asked,
-        info: FrameInfo,
-        page: CodedPage,
-        sound: bool | None,
-        *,
-        here: bool = False,
+        self, one: _Asked, info: FrameInfo, page: CodedPage, sound: bool | None, here: bool = False
     ) -> None:
         """Answer a load, with a page that is decoded, or that is decoded here."""
         with self._answering(one):
@@ -844,29 +843,30 @@ class CodecTier(OverTier):
             self.bases.drop(one.item.key)
         self._post(one, answer._replace(seconds=(self._clock.now_ns() - one.start_ns) / 1e9))
 
-    def _encode(self, begun: threading.Lock, one: _Asked, coder: PageCoder, page: Any) -> None:
-        if not begun.acquire(blocking=False):
+    def _encode(self) -> None:
+        for one, coder, page in self._taken(self._encoding, 1):
+            with self._answering(one):
+                if not self._over_or_late(one):
+                    self._encode_page(one, coder, page)
+
+    def _encode_page(self, one: _Asked, coder: PageCoder, page: Any) -> None:
+        item = one.item
+        step, known = item.info.stripe_bytes, item.digests
+        if known is not None and digests(item.body, step) != bytes(known):
+            # A device's copy went wrong, or changed: the coded page would have sound digests.
+            self._post(one, one.answer(Outcome.FAILED, "digest"))
             return
-        with self._answering(one):
-            if self._over_or_late(one):
-                return
-            item = one.item
-            step, known = item.info.stripe_bytes, item.digests
-            if known is not None and digests(item.body, step) != bytes(known):
-                # A device's copy went wrong, or changed: the coded page would have sound digests.
-                self._post(one, one.answer(Outcome.FAILED, "digest"))
-                return
-            sent, data = item, None
-            self._named.add(coder.name)
-            if self._holds(coder):
-                new = isinstance(page, int)
-                data = coder.encode(_writable(item.body), page) if new else page
-            if data is not None:
-                info = item.info._replace(codec=COLD, fidelity=COLD, stripe_bytes=len(data))
-                info = info._replace(layout=self.bases.forms[info.group].coded)
-                sent = Store(item.key, info, memoryview(data))
-                self.bases.count(pages=1, raw_bytes=len(item.body), coded_bytes=len(data))
-            self._store([one], [sent], coded=data is not None)
+        sent, data = item, None
+        self._named.add(coder.name)
+        if self._holds(coder):
+            new = isinstance(page, int)
+            data = coder.encode(_writable(item.body), page) if new else page
+        if data is not None:
+            info = item.info._replace(codec=COLD, fidelity=COLD, stripe_bytes=len(data))
+            info = info._replace(layout=self.bases.forms[info.group].coded)
+            sent = Store(item.key, info, memoryview(data))
+            self.bases.count(pages=1, raw_bytes=len(item.body), coded_bytes=len(data))
+        self._store([one], [sent], coded=data is not None)
 
     def drop_copies(self, keys: Sequence[bytes]) -> None:
         """Remove all that is remembered of frames that were erased, here or by others."""

@@ -598,11 +598,13 @@ def test_pages_that_wait_are_decoded_together(
             assert near(done, raw[STEP:] if number >= workers + 3 else raw)
 
 
+@pytest.mark.parametrize("way", ["decoders", "encoders"])
 def test_work_that_stays_queued_is_done_once(
-    disk: CodecTier, monkeypatch: pytest.MonkeyPatch
+    disk: CodecTier, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    store(disk)
-    pool, begun = disk._decoders, list[Any]()
+    if way == "decoders":
+        store(disk)
+    pool, begun = getattr(disk, f"_{way}"), list[Any]()
     own = pool.submit
 
     def submit(*args: Any) -> None:
@@ -610,6 +612,8 @@ def test_work_that_stays_queued_is_done_once(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(pool, "submit", submit)
+    if way == "encoders":
+        assert {answer.outcome for answer in store(disk)} == {Outcome.STORED} and len(begun) == 6
     target = bytearray(LAYOUT.page_bytes)
     item = Load(key(2), memoryview(target), LAYOUT.fingerprint(), COLD)
     (answer,) = answers(disk, disk.submit_load([item]), 1)
@@ -617,7 +621,7 @@ def test_work_that_stays_queued_is_done_once(
     target[:] = bytes(len(target))  # it is the caller's again
     for args in begun:
         own(*args).result(20)
-    assert not any(target) and not disk.poll()
+    assert not any(target) and not disk.poll() and disk.bases.measured()["pages"] == 6
 
 
 def test_nothing_is_left_of_a_basis_that_came_too_late(
