@@ -182,12 +182,13 @@ class KeyTurns:
         return found
 
     def _angles(self, number: int, starts: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        known, asked = getattr(self._memory, "angles", None), (number, starts, count)
-        if known is None or known[0] != asked:
+        known: Any = getattr(self._memory, "angles", ((), {}))
+        if known[0] != (starts, count):
+            known = self._memory.angles = (starts, count), {}
+        if number not in known[1]:
             positions = np.add.outer(np.array(starts), np.arange(count)).ravel()
-            cos, sin = self.turns[number].angles(positions)
-            known = self._memory.angles = asked, cos[:, 0], sin[:, 0]
-        return known[1], known[2]
+            known[1][number] = [one[:, 0] for one in self.turns[number].angles(positions)]
+        return known[1][number]  # type: ignore[no-any-return]
 
 
 _STILL = np.zeros((1, 0), np.float32)
