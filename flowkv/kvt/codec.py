@@ -238,6 +238,7 @@ class PageCoder:
             if not here:
                 continue
             coded = self._coefficients(number, data, parts[:, number], sound)
+            given = coded, self.basis.chunks[number].parts
             turns = self.basis.turns.of_chunk(here, None if place.side else starts, size)
             written = slice(here.start - first, here.stop - first)
             form = here.start - place.layers.start, *shape_of(place, self.layout)[1:], size
@@ -250,9 +251,7 @@ class PageCoder:
                 out = np.frombuffer(memory, np.float32, memory.nbytes // 4)
                 strides = side.storage_offset(), *side.stride()[:2]
                 for turn in turns:
-                    finish(
-                        coded, self.basis.chunks[number].parts, (page, *form), out, strides, *turn
-                    )
+                    finish(*given, (page, *form), out, strides, *turn)
                 if self._dtype is torch.float16:  # what is near its end may come back beyond it
                     side.clamp_(-65504.0, 65504.0)
                 if side is not view:
