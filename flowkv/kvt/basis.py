@@ -182,12 +182,13 @@ class KeyTurns:
         return found
 
     def _angles(self, number: int, starts: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        known, asked = getattr(self._memory, "angles", None), (number, starts, count)
-        if known is None or known[0] != asked:
+        known: Any = getattr(self._memory, "angles", ((), {}))
+        if known[0] != (starts, count):
+            known = self._memory.angles = (starts, count), {}
+        if number not in known[1]:
             positions = np.add.outer(np.array(starts), np.arange(count)).ravel()
-            cos, sin = self.turns[number].angles(positions)
-            known = self._memory.angles = asked, cos[:, 0], sin[:, 0]
-        return known[1], known[2]
+            known[1][number] = [one[:, 0] for one in self.turns[number].angles(positions)]
+        return known[1][number]  # type: ignore[no-any-return]
 
 
 _STILL = np.zeros((1, 0), np.float32)
@@ -220,7 +221,9 @@ def finish(coded, chunk, shape, out, place, own, turn):  # type: ignore[no-untyp
             for token in range(page * tokens, (page + 1) * tokens):
                 row, to = out[to : to + dim], to + dim
                 if kept_at[token] >= 0:
-                    row[:] = whole[kept_at[token], at : at + dim]
+                    same = whole[kept_at[token], at : at + dim]
+                    for n in range(dim):  # `row[:] = same` takes 4 seconds to compile
+                        row[n] = same[n]
                 else:
                     sized = sums[token, at : at + dim]
                     for n in range(dim):
@@ -346,8 +349,9 @@ class BasisChunk:
     ) -> None:
         self.mean, self.metric, self.classes = torch.from_numpy(mean), metric, classes
         self.axes, self.coarse_axes = len(classes), len(coarse)
-        self.coarse, self.fine, self.scale = torch.from_numpy(coarse), torch.from_numpy(fine), scale
         self.parts = mean, np.pad(coarse, ((0, -len(coarse) % 4), (0, 0))), scale
+        self.coarse = torch.from_numpy(self.parts[1][: len(coarse)])
+        self.fine, self.scale = torch.from_numpy(fine), scale
         whole = np.concatenate([coarse, fine * scale])
         apart = whole.reshape(self.axes, *metric.shape[:-1])
         priced = np.einsum("alhd,lhde->alhe", apart, metric).reshape(self.axes, -1)

@@ -95,6 +95,7 @@ class PageCoder:
 
     Attributes:
         name: Name of the basis.
+        nothing: What `parts` would return of a page without words.
 
     Raises:
         ValueError: The bytes are no basis of such pages.
@@ -104,6 +105,7 @@ class PageCoder:
         self.data, self.name = data, digest(data)
         self.basis = Basis.unpack(data, layout)
         self.places = list(chunk_places(layout))
+        self.nothing = 0, np.zeros((len(self.places), 4), np.int64)
         self._fit(layout)
 
     def _fit(self, layout: PageLayout) -> None:
@@ -225,11 +227,10 @@ class PageCoder:
             first: First layer.
             layers: Number of layers.
         """
-        found = [self.parts(data) for data, _ in pages]
+        nothing, data = self.nothing, b"".join(one for one, _ in pages)
+        numbers, found = zip(*(self.parts(one) or nothing for one, _ in pages), strict=True)
         size, end, sound = self.layout.page_size, first + layers, np.ones(len(pages), np.bool_)
-        starts = tuple(size * (one[0] if one else 0) for one in found)
-        nothing, data = np.zeros((len(self.places), 4), np.int64), b"".join(one for one, _ in pages)
-        parts = np.stack([nothing if one is None else one[1] for one in found])
+        starts, parts = tuple(size * one for one in numbers), np.stack(found)
         parts[..., 0] += np.cumsum([0, *(len(one) for one, _ in pages[:-1])])[:, None]
         views = [self.views(target, layers) for _, target in pages]
         for number, place in enumerate(self.places):
@@ -237,6 +238,7 @@ class PageCoder:
             if not here:
                 continue
             coded = self._coefficients(number, data, parts[:, number], sound)
+            given = coded, self.basis.chunks[number].parts
             turns = self.basis.turns.of_chunk(here, None if place.side else starts, size)
             written = slice(here.start - first, here.stop - first)
             form = here.start - place.layers.start, *shape_of(place, self.layout)[1:], size
@@ -249,9 +251,7 @@ class PageCoder:
                 out = np.frombuffer(memory, np.float32, memory.nbytes // 4)
                 strides = side.storage_offset(), *side.stride()[:2]
                 for turn in turns:
-                    finish(
-                        coded, self.basis.chunks[number].parts, (page, *form), out, strides, *turn
-                    )
+                    finish(*given, (page, *form), out, strides, *turn)
                 if self._dtype is torch.float16:  # what is near its end may come back beyond it
                     side.clamp_(-65504.0, 65504.0)
                 if side is not view:

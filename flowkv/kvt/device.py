@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from flowkv.compiled import compiling
@@ -47,7 +46,7 @@ class CodedPage(NamedTuple):
     target: memoryview
     first: int
     layers: int
-    done: Callable[[CodedPage, bool | None], object]
+    done: Callable[..., object]
 
 
 class DeviceDecoder:
@@ -62,7 +61,6 @@ class DeviceDecoder:
         from flowkv.kernels.triton import kvt  # imports Triton
 
         self._kernels, self._layout, basis = kvt, coder.layout, coder.basis
-        self._nothing = 0, np.zeros((len(coder.places), 4), np.int64)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with self._on_stream():
             own = coder.layout, coder.places, basis.chunks, basis.turns.turns, basis.turns.of_layer
@@ -85,7 +83,7 @@ class DeviceDecoder:
             left -= len(page.data) + self._basis.page_bytes(layout, page.layers)
             if parts and left < 0:
                 break
-            n, chunks = page.coder.parts(memoryview(page.data)) or self._nothing
+            n, chunks = page.coder.parts(memoryview(page.data)) or page.coder.nothing
             parts.append(kernels.CodedPart(page.data, *page[3:5], n * layout.page_size, chunks))
         with self._on_stream():
             raw, bad = kernels.decode_pages(self._basis, parts, layout)
@@ -126,25 +124,27 @@ class DeviceQueue:
         self._leads, self._again_s = False, 0.0
         self._proven = dict[bytes, bool]()  # by basis; False until its trial is passed
 
-    def decode_soon(self, pages: Sequence[CodedPage], decoder: Decoders) -> None:
+    def decode_soon(
+        self, pages: Sequence[CodedPage], decoder: Decoders, rest: Callable[[Any], object]
+    ) -> None:
         """Decode pages, and what else waits unless another thread does.
 
         Args:
             pages: The pages.
             decoder: Returns the decoder of a coder's pages.
+            rest: Called with those that the device does not get.
         """
-        elsewhere = list[CodedPage]()
+        left = list[CodedPage]()
         with self._lock:
             for page in pages:
                 proven = time.monotonic() >= self._again_s and self._proven.get(page.coder.name)
-                (self._waiting if proven else elsewhere).append(page)
+                (self._waiting if proven else left).append(page)
                 if proven is None:
                     layout = page.coder.layout
                     trial = memoryview(bytearray(layout.page_bytes)), 0, layout.layers
                     self._waiting.append(CodedPage(page.coder, page.data, *trial, self._judge))
                     self._proven[page.coder.name] = False
-        for page in elsewhere:
-            page.done(page, None)
+        rest(left)
         with self._lock:
             leads, self._leads = not self._leads, True
         while leads and (batch := self._next()):

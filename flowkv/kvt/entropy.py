@@ -106,15 +106,8 @@ class SymbolTables:
             fine: Memory of those behind them, whose values fit i8.
         """
         sound = np.zeros(len(parts), np.bool_)
-        _decode(
-            np.frombuffer(data, np.uint8),
-            np.ascontiguousarray(parts),
-            classes,
-            (self.slots, SHIFTS),
-            coarse,
-            fine,
-            sound,
-        )
+        given = np.frombuffer(data, np.uint8), np.ascontiguousarray(parts), classes
+        _decode(*given, (self.slots, SHIFTS), coarse, fine, sound)
         return sound
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import os
 import queue
 import threading
 import time
 from bisect import bisect
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -343,10 +342,8 @@ class CodecTier(OverTier):
         self._earlier = list[tuple[bytes, int]]()
         self._storing, self._reading = threading.RLock(), threading.Lock()  # one basis at a time
         self._cancelled, self._device = set[int](), DeviceQueue()
-        self._waiting, self._numbers = (
-            dict[int, tuple[_Asked, bytes, FrameInfo]](),
-            itertools.count(),
-        )
+        self._encoding = deque[tuple[_Asked, PageCoder, int | bytes]]()
+        self._waiting = deque[tuple[_Asked, bytes, FrameInfo]]()
         self._coded = dict[bytes, int]()  # coded pages here, and their bytes
         self._closed = self._over = False
         name = f"flowkv {inner.name} codec"  # loads never wait for stores
@@ -531,7 +528,7 @@ class CodecTier(OverTier):
             if how is None:
                 plain.append(one)
             else:
-                self._encode_soon(one, *how)
+                self._soon(self._encoders, self._encode, self._encoding, (one, *how))
         self._store(plain, [one.item for one in plain])
         return job
 
@@ -629,13 +626,24 @@ class CodecTier(OverTier):
         page_no = self.page_of(item.key) if coder is not None else None
         return None if coder is None or page_no is None else (coder, page_no)
 
-    def _encode_soon(self, one: _Asked, coder: PageCoder, page: int | bytes) -> None:
-        """Encode a page in a thread; in this one, if the pool is closed or gets no thread."""
-        begun = threading.Lock()  # work for which no thread starts may stay in the pool's queue
+    def _soon(
+        self, pool: ThreadPoolExecutor, work: Callable[[], None], queued: deque[Any], item: Any
+    ) -> None:
+        """Queue an item and work in a thread, or work in this one if the pool gets no thread.
+
+        Work for which no thread starts may stay in the pool's queue: it then finds no item.
+        """
+        queued.append(item)
         try:
-            self._encoders.submit(self._encode, begun, one, coder, page)
+            pool.submit(work)
         except Exception:
-            self._encode(begun, one, coder, page)
+            work()
+
+    def _taken(self, queued: deque[Any], most: int, threads: int = 1) -> list[Any]:
+        """Return a thread's fair share of queued items."""
+        with self._lock:
+            count = min(-(-len(queued) // threads), most)
+            return [queued.popleft() for _ in range(count)]
 
     def _over_or_late(self, one: _Asked) -> bool:
         """Return whether an item was cancelled, or its time is over; answer it then."""
@@ -760,40 +768,37 @@ class CodecTier(OverTier):
                 self._cancelled.discard(one.job)
 
     def _decode_soon(self, one: _Asked, data: bytes, info: FrameInfo) -> None:
-        """Decode a page in a thread; in this one, if the pool is closed or gets no thread."""
         with self._answering(one):
-            number = next(self._numbers)
-            with self._lock:
-                self._waiting[number] = one, data, info
-            try:
-                self._decoders.submit(self._decode_some)
-            except Exception:
-                self._decode_some(number)
+            self._soon(self._decoders, self._decode_some, self._waiting, (one, data, info))
 
-    def _decode_some(self, *numbers: int) -> None:
-        """Decode pages that wait, a fair share of them unless these are given."""
-        with self._lock:
-            if self._waiting and not numbers:
-                first = next(iter(self._waiting.values()))[0].item
-                form, count = self.bases.by_raw[first.layout], len(self._waiting)
-                if form.device.type not in DEVICES:
-                    count = min(-(-count // DECODERS), BATCH_TOKENS // form.layout.page_size or 1)
-                numbers = tuple(itertools.islice(self._waiting, count))
-            batch = [self._waiting.pop(one) for one in numbers if one in self._waiting]
-        alike = defaultdict[tuple[Any, ...], list[CodedPage]](list)
+    def _decode_some(self) -> None:
+        """Decode a fair share of the pages that wait. It runs once for each: so none is left."""
+        most = BATCH_TOKENS // max(form.layout.page_size for form in self.bases.forms.values())
+        batch = self._taken(self._waiting, most, DECODERS)
+        here, there = list[CodedPage](), list[CodedPage]()
         with self._answering(*(one for one, *_ in batch)):
             for one, data, info in batch:
                 with self._answering(one):
                     page = None if self._over_or_late(one) else self._page(one, data, info)
                     if page is not None:
-                        device = self.bases.by_raw[one.item.layout].device.type in DEVICES
-                        alike[() if device else (page.coder, *page[3:5])].append(page)
-            if there := alike.pop((), None):
-                self._device.decode_soon(there, self.bases.on_device)
-            for (coder, first, layers), pages in alike.items():
-                own = [(memoryview(page.data), page.target) for page in pages]
-                for page, sound in zip(pages, coder.decode_batch(own, first, layers), strict=True):
-                    page.done(page, sound)
+                        device = self.bases.by_raw[one.item.layout].device.type
+                        (there if device in DEVICES else here).append(page)
+            self._decode_here(here)
+            if there:
+                self._device.decode_soon(there, self.bases.on_device, self._decode_here)
+
+    def _decode_here(self, pages: Sequence[CodedPage]) -> None:
+        """Decode pages on the processor: those alike together, or each alone after an error."""
+        alike = defaultdict[tuple[PageCoder, int, int], list[CodedPage]](list)
+        for page in pages:
+            alike[page.coder, page.first, page.layers].append(page)
+        for (coder, first, layers), some in alike.items():
+            found: Sequence[bool | None] = [None] * len(some)
+            own = [(memoryview(page.data), page.target) for page in some]
+            with suppress(Exception):
+                found = coder.decode_batch(own, first, layers)
+            for page, sound in zip(some, found, strict=True):
+                page.done(page, sound, True)
 
     def _page(self, one: _Asked, data: bytes, info: FrameInfo) -> CodedPage | None:
         """Return a page to decode; None if its load is answered, as it cannot be."""
@@ -812,18 +817,17 @@ class CodecTier(OverTier):
             answer = answer._replace(outcome=Outcome.FAILED, reason="target")
         elif coder is not None:
             target = item.target.cast("B")[: count * step]
-            there = form.device.type in DEVICES
-            done = partial(self._decoded, one, _as_raw(info, form), there)
+            done = partial(self._decoded, one, _as_raw(info, form))
             return CodedPage(coder, data, target, item.first, count, done)
         self._settle(one, answer, gone=gone)
         return None
 
     def _decoded(
-        self, one: _Asked, info: FrameInfo, there: bool, page: CodedPage, sound: bool | None
+        self, one: _Asked, info: FrameInfo, page: CodedPage, sound: bool | None, here: bool = False
     ) -> None:
         """Answer a load, with a page that is decoded, or that is decoded here."""
         with self._answering(one):
-            self.bases.count(device_pages=there and sound is not None)
+            self.bases.count(device_pages=not here and sound is not None)
             if sound is None:
                 sound = page.coder.decode(memoryview(page.data), *page[2:5])
             answer = one.answer(Outcome.MISS, "digest")
@@ -839,29 +843,30 @@ class CodecTier(OverTier):
             self.bases.drop(one.item.key)
         self._post(one, answer._replace(seconds=(self._clock.now_ns() - one.start_ns) / 1e9))
 
-    def _encode(self, begun: threading.Lock, one: _Asked, coder: PageCoder, page: Any) -> None:
-        if not begun.acquire(blocking=False):
+    def _encode(self) -> None:
+        for one, coder, page in self._taken(self._encoding, 1):
+            with self._answering(one):
+                if not self._over_or_late(one):
+                    self._encode_page(one, coder, page)
+
+    def _encode_page(self, one: _Asked, coder: PageCoder, page: Any) -> None:
+        item = one.item
+        step, known = item.info.stripe_bytes, item.digests
+        if known is not None and digests(item.body, step) != bytes(known):
+            # A device's copy went wrong, or changed: the coded page would have sound digests.
+            self._post(one, one.answer(Outcome.FAILED, "digest"))
             return
-        with self._answering(one):
-            if self._over_or_late(one):
-                return
-            item = one.item
-            step, known = item.info.stripe_bytes, item.digests
-            if known is not None and digests(item.body, step) != bytes(known):
-                # A device's copy went wrong, or changed: the coded page would have sound digests.
-                self._post(one, one.answer(Outcome.FAILED, "digest"))
-                return
-            sent, data = item, None
-            self._named.add(coder.name)
-            if self._holds(coder):
-                new = isinstance(page, int)
-                data = coder.encode(_writable(item.body), page) if new else page
-            if data is not None:
-                info = item.info._replace(codec=COLD, fidelity=COLD, stripe_bytes=len(data))
-                info = info._replace(layout=self.bases.forms[info.group].coded)
-                sent = Store(item.key, info, memoryview(data))
-                self.bases.count(pages=1, raw_bytes=len(item.body), coded_bytes=len(data))
-            self._store([one], [sent], coded=data is not None)
+        sent, data = item, None
+        self._named.add(coder.name)
+        if self._holds(coder):
+            new = isinstance(page, int)
+            data = coder.encode(_writable(item.body), page) if new else page
+        if data is not None:
+            info = item.info._replace(codec=COLD, fidelity=COLD, stripe_bytes=len(data))
+            info = info._replace(layout=self.bases.forms[info.group].coded)
+            sent = Store(item.key, info, memoryview(data))
+            self.bases.count(pages=1, raw_bytes=len(item.body), coded_bytes=len(data))
+        self._store([one], [sent], coded=data is not None)
 
     def drop_copies(self, keys: Sequence[bytes]) -> None:
         """Remove all that is remembered of frames that were erased, here or by others."""

@@ -165,6 +165,18 @@ def test_pages_together_are_the_same_as_alone(dtype: str, numbers: list[int], at
     assert all(found[n] for n, number in enumerate(numbers) if number < 4 and data[n])
 
 
+def test_angles_are_computed_once_for_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of two rotations took turns, and each chunk computed those of both anew."""
+    monkeypatch.setattr(kvt_basis, "MOST_DIMS", 64)
+    source = Source(layout(layers=tuple(range(8))))
+    coder, own, asked = learner(source, TURN, INTERLEAVED).coder(1e-3, {}), KeyTurn.angles, []
+    data = [coder.encode(memoryview(page(coder, source, n)), n) or b"" for n in (1, 2)]
+    monkeypatch.setattr(KeyTurn, "angles", lambda *args: asked.append(args) or own(*args))
+    outs = [bytearray(coder.layout.page_bytes) for _ in data]
+    pairs = [(memoryview(one), memoryview(out)) for one, out in zip(data, outs, strict=True)]
+    assert all(coder.decode_batch(pairs, 0, 8)) and len(asked) == 2
+
+
 def test_groups_that_are_coded() -> None:
     assert codable(layout()) and codable(layout("bfloat16"))
     assert not codable(layout("float64"))

@@ -86,7 +86,8 @@ class Room:
 
         target = self.targets[number] = bytearray(1)
         page = CodedPage(cast(Any, basis), bytes([number]), memoryview(target), 0, 1, done)
-        self.queue.decode_soon([page], lambda coder: cast(DeviceDecoder, self.decoder))
+        elsewhere: Callable[..., Any] = lambda pages: [one.done(one, None) for one in pages]  # noqa: E731
+        self.queue.decode_soon([page], lambda _: cast(DeviceDecoder, self.decoder), elsewhere)
         return self.answers.get(number, True) is not None
 
     def lead(self, number: int) -> None:
