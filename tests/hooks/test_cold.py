@@ -267,16 +267,16 @@ def test_coded_pages_are_audited(
         assert reused(kv) > 0
         said = kv.stats()["audit"]
         assert said["audited"] > 0 and said["mismatches"] == 0 and said["worst"] < 0.9
-    decode = PageCoder.decode
+    decode = PageCoder.decode_batch
 
-    def decoded(one: Any, data: Any, target: memoryview, first: int, layers: int) -> bool:
-        """Give the page with its tokens in the wrong places."""
-        found = decode(one, data, target, first, layers)
-        for view in one.views(target, layers):
+    def decoded(one: Any, pages: Any, first: int, layers: int) -> list[bool]:
+        """Give the pages with their tokens in the wrong places."""
+        found = decode(one, pages, first, layers)
+        for view in (view for _, target in pages for view in one.views(target, layers)):
             view.copy_(view.roll(1, 2))
         return found
 
-    monkeypatch.setattr(PageCoder, "decode", decoded)
+    monkeypatch.setattr(PageCoder, "decode_batch", decoded)
     with cold(model, tmp_path, audit=1.0) as kv, pytest.warns(UserWarning, match="audit"):
         answer(model)
         assert kv.stats()["audit"]["mismatches"] > 0
