@@ -141,6 +141,12 @@ class PrefixMatcher:
         depth = tier.bases.chunk_layers() if len(self.stripes) == 1 else len(self.index)
         return -(-least // depth) * depth
 
+    def decodes(self, plan: RestorePlan) -> bool:
+        """Return whether the processor that computes decodes some of the pages, too."""
+        tiers = (self.store.stack.tiers[number] for number in plan.tiers)
+        cold = any(isinstance(tier, CodecTier) for tier in tiers)
+        return cold and self.planner.geometry.groups[0].device == "cpu"
+
     # ---- matching
 
     def match(self, seq: Sequence, limit_pages: int) -> int:
@@ -1207,6 +1213,7 @@ class RestoreJob:
             computable=plan.computable,
             whole=True,
             least=restores.restorer.least_layers(plan),
+            shared=restores.restorer.decodes(plan),
             arrived_s=time.perf_counter(),
         )
         self._progress = restores.state.add(self.request)

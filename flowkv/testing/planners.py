@@ -269,6 +269,7 @@ def _requests(draw: st.DrawFn, number: int) -> RestoreRequest:
         sources=tuple(Source(tier, *kind) for tier, kind in zip(found, kinds, strict=False)),
         computable=not found or draw(st.sampled_from([True, True, True, False])),
         whole=draw(st.booleans()),
+        shared=draw(st.booleans()),
         arrived_s=draw(st.sampled_from([0.0, 0.0, 0.01, 0.5])),
     )
 

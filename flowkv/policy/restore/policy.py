@@ -66,6 +66,7 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
         computable: Whether cells can be computed at all; False without control of the model.
         whole: Computes are over all layers (an unmodified model cannot be stopped halfway).
         least: Layers of a page that are worth one request, however fast the link is.
+        shared: Whether loads take the time of the processor that computes.
         arrived_s: Time of arrival.
     """
 
@@ -79,6 +80,7 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     computable: bool = True
     whole: bool = False
     least: int = 1
+    shared: bool = False
     arrived_s: float = 0.0
 
 
@@ -722,7 +724,7 @@ def _block(state: State, aim: Aim, gap: int, sizes: ChunkSizes) -> int:
     return max(0, int(size // request.unit) * request.unit)
 
 
-_LATE = 2.0
+_LATE, _LONG = 2.0, 8.0
 _STEPS = 3
 _LITTLE, _BEARABLE = 1.01, 1.1
 
@@ -869,6 +871,9 @@ class TwoPointer(RestorePolicy):
         aim.cell_s = cell_s = together_s(state, request, aim.sources)
         if not cell_s or not aim.known(costs):
             return aligned(request, first + self._sizes.probe, first, cap)
+        unit_s = costs.compute_s(request, request.layers, Span(first, first + request.unit))
+        if request.shared and unit_s > _LONG * cell_s * request.unit * request.layers:
+            return max(first, min(progress.lost, cap))  # more would slow the loads for little
         busy_s = link_s = 0.0
         for other in before:
             more = other.left_s(state)

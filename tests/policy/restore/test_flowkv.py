@@ -87,6 +87,20 @@ def test_an_unmodified_model_computes_all_layers_at_once() -> None:
     assert 1 < len(steps) <= 4
 
 
+@pytest.mark.parametrize("part", [0.05, 0.5])
+def test_little_is_not_computed_where_it_slows_the_loads(part: float) -> None:
+    """That is where a page takes a small part of the time to load that it takes to compute."""
+    truth, request = costs(), asked(LLAMA, 4096, 64, whole=True)
+    page_s = truth.compute_s(request, request.layers, Span(0, request.unit))
+    cells = request.layers * request.unit
+    truth = costs(40.0 * truth.load_s(request, 0, cells) / (part * page_s))
+    computed = []
+    for shared in (False, True):
+        done = run([msgspec.structs.replace(request, shared=shared)], TwoPointer(), truth)
+        computed.append(any(isinstance(span.op, Compute) for span in done.timeline))
+    assert computed == [True, part > 0.1]
+
+
 def test_the_last_loads_come_layer_by_layer_and_the_suffix_runs_behind_them() -> None:
     done = run([asked(LLAMA, 16384)], TwoPointer(), costs())
     loads = [entry.op for entry in done.timeline if isinstance(entry.op, RestoreLoad)]
