@@ -121,7 +121,7 @@ os.register_at_fork(after_in_child=_INTERVALS.forked)
 
 FORK_WAIT_S = 10.0
 """Longest wait of a fork for the end of a compilation, whose locks a child would hold for ever."""
-_held: list[Any] = []
+_HELD = threading.local()  # threads may fork at once
 
 
 def _compiler_locks() -> list[Any]:
@@ -132,17 +132,20 @@ def _compiler_locks() -> list[Any]:
 
 
 def _hold_compilers() -> None:
-    _held[:] = [lock for lock in _compiler_locks() if lock.acquire(timeout=FORK_WAIT_S)]
+    _HELD.locks = held = []
+    for lock in _compiler_locks():
+        if lock.acquire(timeout=FORK_WAIT_S):
+            held.append(lock)
 
 
 def _free_compilers() -> None:
-    while _held:
-        _held.pop().release()
+    for lock in _HELD.locks:
+        lock.release()
 
 
 def _inherit_compilers() -> None:
     for lock in _compiler_locks():
-        if lock not in _held:  # of a thread that is not in the child
+        if lock not in _HELD.locks:  # of a thread that is not in the child
             lock._at_fork_reinit()
     _free_compilers()
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -270,3 +270,24 @@ def test_a_child_of_a_fork_within_a_compilation_compiles(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with lock:
         pass
+
+
+def test_threads_that_fork_at_once_free_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, found = compiler_lock.global_compiler_lock._lock, list[bool]()
+
+    def take() -> None:
+        found.append(lock.acquire(blocking=False))
+        if found[-1]:
+            lock.release()
+
+    def beside(call: Callable[[], None]) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(compiling, "FORK_WAIT_S", 0.0)
+    compiling._hold_compilers()
+    beside(compiling._hold_compilers)
+    compiling._free_compilers()
+    beside(take)
+    assert found == [True]

@@ -137,10 +137,22 @@ class TestCachesMadeBeforehand:
                 assert torch.equal(run, theirs)
             assert cache.reused == 192
 
+    def test_a_cache_that_has_begun_needs_its_pair(self, t5: Any) -> None:
+        inputs = text()
+        with attached(t5):
+            alone = generate(t5, 1, **inputs).past_key_values.self_attention_cache
+            length = alone.get_seq_length()
+            with torch.no_grad(), pytest.raises(StateError, match="cross attention"):
+                t5(**inputs, past_key_values=alone)
+            assert alone.get_seq_length() == length
+
 
 class TestGenerate:
     def test_verify_reuses_as_it_does(self, t5: Any) -> None:
         assert flowkv.verify(t5).cases[1].reused >= 64
+        with attached(t5) as kv:
+            assert flowkv.verify(t5).cases[1].reused >= 64
+            assert not kv.stats()["blocks"], "the cache of the attached model is left as it was"
 
     @pytest.mark.parametrize("masked", [None, 7])
     @pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.slow)])

@@ -520,14 +520,14 @@ def _compare(
     mask = torch.ones_like(ids) if mask is None else mask
     with (door_of(model) or door).aside():
         wanted, logits = _answer(model, door.names, ids, mask, native_cache(model), None)
-    cache: Any = door.open(_inputs(model, door.names, ids, mask))
+    cache = door.open(_inputs(model, door.names, ids, mask))
     cache.care = {}
     try:
         with door.generating():
             found, others = _answer(model, door.names, ids, mask, cache, wanted)
-        reused = getattr(cache, "reused", 0)  # the model's own has none
+        reused = cache.reused
     finally:
-        getattr(cache, "close", int)()
+        cache.close()
     difference = float((logits - others).abs().max())
     return wanted, Comparison(name, torch.equal(wanted, found), difference, reused, int(mask.sum()))
 

@@ -392,10 +392,12 @@ class ForwardHook:
             if cache is not None and not training:
                 warn_inherited(self.kv)
             return None
-        problem = None if self.kv.closed or self._leaving else self.decide(model, cache, given)
+        door = _GENERATES.get() or self  # `verify` may have one beside that of an attached model
+        door = door if door._model() is model else self
+        problem = None if door.kv.closed or door._leaving else door.decide(model, cache, given)
         if problem:
-            self._pass(cache, given, problem)
-        return ((), self.start(cache, given)) if problem == "" else None
+            door._pass(cache, given, problem)
+        return ((), door.start(cache, given)) if problem == "" else None
 
     @interrupts.unbroken
     def after(self, module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
@@ -674,7 +676,7 @@ class ForwardHook:
         self._refuse(problem, code)
         return given
 
-    def open(self, given: dict[str, Any], care: Mapping[str, Any] = NOTHING) -> DynamicCache:
+    def open(self, given: dict[str, Any], care: Mapping[str, Any] = NOTHING) -> Any:
         """Open a cache for a prompt that will be passed to `generate`, paged or to be so then.
 
         Raises:
@@ -694,7 +696,9 @@ class ForwardHook:
             )
         pressed = isinstance(self.sparsifier, Press)  # what it leaves has pages of its own
         if self._waits(call, pads) and not pressed:
-            return native_cache(self.model)
+            cache: Any = native_cache(self.model)
+            cache.reused, cache.close = 0, int  # as its owner may ask for, before the first forward
+            return cache
         most = 0 if pressed else call.columns - max(1, self._asked)
         limits = ReuseLimits(most, care=care, wait=self.plan.stateful)
         return self._paged(self._admit(call, pads, limits), call, pads)
@@ -892,6 +896,8 @@ class ForwardHook:
         cache.form = call.form
         if call.columns == 0:
             return given
+        if self.names.encoder:
+            check_paired(call)
         if rows.restoring is not None:
             fill = Fill([seq.tokens for seq in rows.seqs], {}, {})
             nested = Nested(self, call, rows.restoring.types, fill)

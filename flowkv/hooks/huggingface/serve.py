@@ -120,10 +120,15 @@ class _Generation:
             answer = engine.submit(ids[0], max_new_tokens=limit, **more)
         except (errors.CapacityError, errors.ConfigError, errors.UnsupportedModelError):
             with alone:  # images, beams, ...: as without an engine
-                cache = engine.kv.cache(**given, **care)
-                call.record_reuse(engine.kv, getattr(cache, "reused", 0))
+                cache, told = engine.kv.cache(**given, **care), list[None]()
+
+                def stops(*_: Any, **__: Any) -> bool:  # behind the first forward, before the end
+                    if not told:
+                        told.append(call.record_reuse(engine.kv, getattr(cache, "reused", 0)))
+                    return call.gone
+
                 given |= {Names(self._model).cache: cache, "streamer": streamer}
-                given["stopping_criteria"] = [lambda *_, **__: call.gone]
+                given["stopping_criteria"] = [stops]
                 try:
                     return self._model.generate(**given, **options)
                 finally:  # an error would hold the cache; one that became native has no pages
