@@ -119,53 +119,42 @@ class Arriving(Protocol):
     @property
     def settled(self) -> bool:
         """Return whether the front is done."""
-        ...
 
     @property
     def gone(self) -> bool:
         """Return whether one of its pages was forgotten meanwhile."""
-        ...
 
     @property
     def lacks(self) -> bool:
         """Return whether pages in the sequence's row are not loaded yet."""
-        ...
 
     @property
     def tokens(self) -> int:
         """Current end of the prefix, in tokens."""
-        ...
 
     @property
     def front(self) -> int:
         """Tokens that were resident or computed when the front was done."""
-        ...
 
     def bind(self, seq: Sequence) -> None:
         """Refer to the sequence again, in its finalizer."""
-        ...
 
     def computed(
         self, first: int, stop: int, started_s: float, host_s: float
     ) -> Callable[[float], None]:
         """Emit the span of computed tokens `[first, stop)`; return a call that learns its time."""
-        ...
 
     def settle(self) -> int:
         """End the front; return the sequence's length afterwards."""
-        ...
 
     def wait(self, layer: int) -> None:
         """Block until a layer of all pages is loaded and verified."""
-        ...
 
     def cancel(self) -> None:
         """Cancel the restore; a settled one keeps its leading complete pages."""
-        ...
 
     def abandon(self) -> None:
         """Cancel the restore of a sequence that is about to be closed."""
-        ...
 
 
 class Planning(Protocol):
@@ -175,7 +164,6 @@ class Planning(Protocol):
 
     def put(self, seq: Sequence, group: int, page_no: int, page: int) -> None:
         """Put a page at `page_no` into a sequence's row, behind its other pages; -1 is a hole."""
-        ...
 
 
 class Sequence:

@@ -36,11 +36,9 @@ class Choice(Protocol):
         Args:
             logits: `[V]`, any float dtype.
         """
-        ...
 
     def take(self, token: int) -> bool:
         """Record the chosen token; return True if the request ends with it."""
-        ...
 
 
 class Sampler(Protocol):
@@ -57,7 +55,6 @@ class Sampler(Protocol):
         Raises:
             ConfigError: An option is unknown, out of range or not served by an engine.
         """
-        ...
 
 
 class Drawn(NamedTuple):
