@@ -68,22 +68,8 @@ class Job:
     """
 
     __slots__ = (
-        "arrived_s",
-        "back_at",
-        "deadline_s",
-        "limit",
-        "made",
-        "moves",
-        "number",
-        "pages",
-        "preempted",
-        "priority",
-        "prompt",
-        "ready",
-        "shared",
-        "since_s",
-        "state",
-        "waited_s",
+        *("arrived_s", "back_at", "deadline_s", "limit", "made", "moves", "number", "pages"),
+        *("preempted", "priority", "prompt", "ready", "shared", "since_s", "state", "waited_s"),
     )
 
     def __init__(
