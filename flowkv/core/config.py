@@ -693,10 +693,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Raises:
             ConfigError: A place is invalid, is named twice, or is above a faster one.
         """
-        if self.tiers is not None:
-            stack = _listed(self.tiers)
-        else:
-            stack = self._from_fields(on_cpu)
+        stack = _listed(self.tiers) if self.tiers is not None else self._from_fields(on_cpu)
         if not stack or stack[0].kind != "gpu":
             stack.insert(0, TierConfig("gpu"))
         default = {
