@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -596,24 +597,18 @@ class Guard(_thread.RLock):  # type: ignore[misc]
 _guards: set[weakref.ref[Guard]] = set()
 
 
-def _every() -> list[Guard]:
-    return [guard for known in list(_guards) if (guard := known()) is not None]
+def _each(call: Callable[[Guard], object]) -> None:
+    for guard in [guard for known in list(_guards) if (guard := known()) is not None]:
+        call(guard)
 
 
 def _hold_all() -> None:
     end = time.monotonic() + FORK_WAIT_S
-    for guard in _every():
-        guard._hold(end - time.monotonic())
+    _each(lambda guard: guard._hold(end - time.monotonic()))
 
 
-def _let_all_go() -> None:
-    for guard in _every():
-        guard._let_go()
-
-
-def _inherit_all() -> None:
-    for guard in _every():
-        guard._inherit()
-
-
-os.register_at_fork(before=_hold_all, after_in_parent=_let_all_go, after_in_child=_inherit_all)
+os.register_at_fork(
+    before=_hold_all,
+    after_in_parent=partial(_each, Guard._let_go),
+    after_in_child=partial(_each, Guard._inherit),
+)
