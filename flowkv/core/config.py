@@ -320,11 +320,7 @@ def _remote(scheme: str, text: str) -> TierConfig:
     else:
         _checked_size(size, text)
     if path.endswith("://"):
-        raise _misplaced(
-            text,
-            "names no host or bucket",
-            f"Write {scheme}://bucket/kv",
-        )
+        raise _misplaced(text, "names no host or bucket", f"Write {scheme}://bucket/kv")
     return TierConfig(scheme, path, size)
 
 

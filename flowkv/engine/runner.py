@@ -93,10 +93,7 @@ class PackedRunner:
     together = True
 
     def __init__(
-        self,
-        kv: KV,
-        forward: Forward,
-        blend: Callable[[Sequence, int], object] | None = None,
+        self, kv: KV, forward: Forward, blend: Callable[[Sequence, int], object] | None = None
     ) -> None:
         self._kv, self._forward, self._blend = kv, forward, blend
         self._last: Step | None = None

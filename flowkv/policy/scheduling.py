@@ -459,10 +459,7 @@ class Turns:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        limits: Limits,
-        keeps: Callable[[Job], bool] = lambda _: True,
+        self, scheduler: Scheduler, limits: Limits, keeps: Callable[[Job], bool] = lambda _: True
     ) -> None:
         if min(limits.max_rows, limits.token_budget, limits.page_size, limits.grace) < 1:
             raise ConfigError(f"{limits}", "Pass 1 or more")

@@ -20,14 +20,7 @@ from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError
 from flowkv.observe.events import Bus
 from flowkv.observe.metrics import Level
-from flowkv.observe.timeline import (
-    COMPUTING,
-    LATENCIES,
-    OpenReport,
-    Serving,
-    Timeline,
-    Timelines,
-)
+from flowkv.observe.timeline import COMPUTING, LATENCIES, OpenReport, Serving, Timeline, Timelines
 from flowkv.report.charts import MOST_CURVES, Distributions, Gantt, Overlap, OverTime
 from flowkv.report.page import Figures, Section, Source, Table, Text, check_installed, write_report
 from flowkv.report.words import seconds, share
@@ -36,10 +29,7 @@ from flowkv.report.words import seconds, share
 
 
 def restore_section(
-    timeline: Timeline,
-    *,
-    title: str = "One restore, as it went",
-    source: Source = "measured",
+    timeline: Timeline, *, title: str = "One restore, as it went", source: Source = "measured"
 ) -> Section:
     """Return a section on one restore: its computes, its loads, and where the two met.
 
@@ -265,11 +255,7 @@ def _memory(serving: Serving, by_place: dict[str, dict[str, float]]) -> list[Any
 
 
 def _reuse(
-    serving: Serving,
-    told: dict[str, Any],
-    by_place: dict[str, dict[str, float]],
-    *,
-    tenants: bool,
+    serving: Serving, told: dict[str, Any], by_place: dict[str, dict[str, float]], *, tenants: bool
 ) -> list[Any]:
     moves, parts = serving.moves, list[Any]()
     found = moves.by("hit_tokens_total", "tier")

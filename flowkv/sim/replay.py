@@ -436,13 +436,7 @@ def ratio(part: NDArray[np.generic], whole: NDArray[np.generic]) -> float:
 
 
 def judge(
-    trace: Trace,
-    course: Course,
-    *,
-    policy: str,
-    pages: int,
-    seconds: float,
-    digest: str = "",
+    trace: Trace, course: Course, *, policy: str, pages: int, seconds: float, digest: str = ""
 ) -> Result:
     """Make a result from the course of a replay.
 

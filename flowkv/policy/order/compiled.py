@@ -1016,12 +1016,7 @@ def choose(heaps: Array, state: Array, now: int) -> int:
 
 @kernel
 def evict(
-    nodes: Array,
-    heaps: Array,
-    state: Array,
-    protected: Array,
-    victims: Array,
-    now: int,
+    nodes: Array, heaps: Array, state: Array, protected: Array, victims: Array, now: int
 ) -> bool:
     """Fill `victims`, or return False with no slot touched.
 
