@@ -244,7 +244,6 @@ class EdgePrefetcher(Protocol):
 
     def edge(self) -> None:
         """Start prefetches if any are due."""
-        ...
 
 
 class Planner:

@@ -10,7 +10,6 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
 import msgspec
@@ -25,6 +24,7 @@ from flowkv.core.errors import StoreError
 from flowkv.core.files import MALFORMED, open_beside, open_regular, sensible
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES, ROOT
+from flowkv.observe.events import Closing
 from flowkv.tiers.base import FrameInfo, Load, Outcome
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, aligned, peek_header_bytes
@@ -149,7 +149,7 @@ class ArchiveWriter:
             ) from error
 
 
-class ArchiveReader:
+class ArchiveReader(Closing):
     """Reader of a file of frames, which checks everything before use.
 
     Args:
@@ -176,12 +176,8 @@ class ArchiveReader:
             kind = "no exported cache" if not first.startswith(MAGIC) else f"of version {version}"
             raise StoreError(f"{self.path} is {kind}", "Give a file that `kv.export` wrote")
 
-    def __enter__(self) -> ArchiveReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the file. Safe to call again."""
         self._file.close()
 
     def frames(self) -> Iterator[Found]:
@@ -450,21 +446,9 @@ def _readable(store: PageStore, header: Header, n_bytes: int) -> bool:
 
 MOST_ELEMENTS = 1 << 40
 
-DTYPES = {  # dtypes that a stored tensor may have
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
+_NAMES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
+"""Dtypes that a stored tensor may have."""
 
 GROUP = (1 << 32) - 1
 """Layer group in the frames of bundles, which belong to none."""

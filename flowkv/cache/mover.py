@@ -53,11 +53,9 @@ class CopyMark(Protocol):
 
     def done(self) -> bool:
         """Return whether all copies before it are over."""
-        ...
 
     def wait(self, timeout_s: float = ...) -> bool:
         """Wait for all copies before the mark; return False if the time ran out first."""
-        ...
 
 
 class IOPriority(IntEnum):

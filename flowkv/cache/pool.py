@@ -160,7 +160,7 @@ class PagePool:
         self._refs: dict[int, int] = {}
         self.lent: dict[int, int] = {}
         self._awaited = set[int]()
-        self._used_granules = self._touched = self.allocated = 0
+        self.used_granules = self._touched = self.allocated = 0
         self.copies: Copies | None = None
         self._touch(0)
 
@@ -171,14 +171,9 @@ class PagePool:
         """Return the number of slabs."""
         return len(self._slabs)
 
-    @property
-    def used_granules(self) -> int:
-        """Return the granules of the pages in use."""
-        return self._used_granules
-
     def used_bytes(self) -> int:
         """Return the bytes of the pages in use."""
-        return self._used_granules * GRANULE_BYTES
+        return self.used_granules * GRANULE_BYTES
 
     def capacity_bytes(self) -> int:
         """Return the bytes of the arena."""
@@ -243,7 +238,7 @@ class PagePool:
             taken = [codec << CODEC_SHIFT | granule for granule in taken]
         self._refs |= dict.fromkeys(taken, 1)
         self._change(granules, -count)
-        self._used_granules += granules * count
+        self.used_granules += granules * count
         self.allocated += granules * count
         return taken
 
@@ -316,7 +311,7 @@ class PagePool:
             number = granule // self.slab_granules
             slab = self._slabs[number] or self._slab(number)
             slab.free.append(granule)
-            self._used_granules -= slab.granules
+            self.used_granules -= slab.granules
             self._vacant[slab.granules] = self._vacant.get(slab.granules, 0) + 1
             partial = self._partial.setdefault(slab.granules, {})
             if len(slab.free) < slab.pages:
@@ -344,7 +339,7 @@ class PagePool:
     def fragmentation(self) -> float:
         """Return the unused share of the bytes in occupied slabs, 0 to 1."""
         occupied = (len(self._slabs) - len(self._free_slabs)) * self.slab_granules
-        return 1.0 - self._used_granules / occupied if occupied else 0.0
+        return 1.0 - self.used_granules / occupied if occupied else 0.0
 
     def occupancy(self) -> Occupancy:
         """Return the pool's occupancy, the input of the defragmentation policy."""
@@ -382,7 +377,7 @@ class PagePool:
         ]
         # Sorting is stable: slabs of one size stay in the order in which holes were assigned.
         drains.sort(key=lambda drain: drain.granules)
-        left = self._used_granules if most_granules is None else most_granules
+        left = self.used_granules if most_granules is None else most_granules
         moves: dict[int, int] = {}
         for drain in drains[:most_slabs]:
             if drain.granules * least_gain > self.slab_granules:
@@ -442,7 +437,7 @@ class PagePool:
         slab = self._slab(number)
         slab.free.remove(granule)
         self._change(slab.granules, -1)
-        self._used_granules += slab.granules
+        self.used_granules += slab.granules
         if not slab.free:
             self._partial[slab.granules].pop(number, None)
 

@@ -22,7 +22,7 @@ from flowkv.cache.store import PageStore
 from flowkv.compiled import compiling
 from flowkv.core.errors import ConfigError
 from flowkv.core.keys import ROOT
-from flowkv.observe.events import Promoted
+from flowkv.observe.events import Closing, Promoted
 from flowkv.observe.recording import Writer
 from flowkv.policy.base import NEVER_NS, NO_SLOTS, Policy, Slots, Visit
 from flowkv.policy.order.leaf import as_slots
@@ -747,7 +747,7 @@ class Queue:
 # Traces of a live cache's requests, for the simulator. They hold salted ids only, no tokens.
 
 
-class Recording:
+class Recording(Closing):
     """A trace that is being written, as `KV.record` returns it. Ends with `close`, or the cache.
 
     A request is written when its sequence is closed: its arrival, the whole pages of its prompt as
@@ -820,12 +820,6 @@ class Recording:
                 self._writer.close()
             except OSError as error:
                 self._warn(f"The end of the trace {self.path} was not written ({error}).")
-
-    def __enter__(self) -> Recording:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<flowkv.Recording: {self.requests} requests to {self.path}>"

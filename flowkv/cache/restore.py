@@ -38,15 +38,7 @@ from flowkv.compiled import compiling
 from flowkv.core.errors import FlowKVError, StateError
 from flowkv.core.geometry import CODECS, INDEXERS
 from flowkv.kvt.tier import CodecTier
-from flowkv.observe.events import (
-    Bus,
-    Hit,
-    Miss,
-    Promoted,
-    Restored,
-    RestoreEnded,
-    RestoreSpan,
-)
+from flowkv.observe.events import Bus, Hit, Miss, Promoted, Restored, RestoreEnded, RestoreSpan
 from flowkv.policy.restore import (
     Compute,
     LoadGate,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,14 +26,7 @@ from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, ConfigError
 from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
 from flowkv.kernels.operands import GPUS, sent
-from flowkv.policy.base import (
-    CUT_OFF,
-    NEVER_NS,
-    TOOL_USE,
-    TURN_END,
-    UNKNOWN_STOP,
-    Lease,
-)
+from flowkv.policy.base import CUT_OFF, NEVER_NS, TOOL_USE, TURN_END, UNKNOWN_STOP, Lease
 from flowkv.policy.pages import Importance
 from flowkv.policy.retention import Retain, lease_of
 
@@ -119,53 +113,42 @@ class Arriving(Protocol):
     @property
     def settled(self) -> bool:
         """Return whether the front is done."""
-        ...
 
     @property
     def gone(self) -> bool:
         """Return whether one of its pages was forgotten meanwhile."""
-        ...
 
     @property
     def lacks(self) -> bool:
         """Return whether pages in the sequence's row are not loaded yet."""
-        ...
 
     @property
     def tokens(self) -> int:
         """Current end of the prefix, in tokens."""
-        ...
 
     @property
     def front(self) -> int:
         """Tokens that were resident or computed when the front was done."""
-        ...
 
     def bind(self, seq: Sequence) -> None:
         """Refer to the sequence again, in its finalizer."""
-        ...
 
     def computed(
         self, first: int, stop: int, started_s: float, host_s: float
     ) -> Callable[[float], None]:
         """Emit the span of computed tokens `[first, stop)`; return a call that learns its time."""
-        ...
 
     def settle(self) -> int:
         """End the front; return the sequence's length afterwards."""
-        ...
 
     def wait(self, layer: int) -> None:
         """Block until a layer of all pages is loaded and verified."""
-        ...
 
     def cancel(self) -> None:
         """Cancel the restore; a settled one keeps its leading complete pages."""
-        ...
 
     def abandon(self) -> None:
         """Cancel the restore of a sequence that is about to be closed."""
-        ...
 
 
 class Planning(Protocol):
@@ -175,7 +158,6 @@ class Planning(Protocol):
 
     def put(self, seq: Sequence, group: int, page_no: int, page: int) -> None:
         """Put a page at `page_no` into a sequence's row, behind its other pages; -1 is a hole."""
-        ...
 
 
 class Sequence:
@@ -608,24 +590,18 @@ class Guard(_thread.RLock):  # type: ignore[misc]
 _guards: set[weakref.ref[Guard]] = set()
 
 
-def _every() -> list[Guard]:
-    return [guard for known in list(_guards) if (guard := known()) is not None]
+def _each(call: Callable[[Guard], object]) -> None:
+    for guard in [guard for known in list(_guards) if (guard := known()) is not None]:
+        call(guard)
 
 
 def _hold_all() -> None:
     end = time.monotonic() + FORK_WAIT_S
-    for guard in _every():
-        guard._hold(end - time.monotonic())
+    _each(lambda guard: guard._hold(end - time.monotonic()))
 
 
-def _let_all_go() -> None:
-    for guard in _every():
-        guard._let_go()
-
-
-def _inherit_all() -> None:
-    for guard in _every():
-        guard._inherit()
-
-
-os.register_at_fork(before=_hold_all, after_in_parent=_let_all_go, after_in_child=_inherit_all)
+os.register_at_fork(
+    before=_hold_all,
+    after_in_parent=partial(_each, Guard._let_go),
+    after_in_child=partial(_each, Guard._inherit),
+)

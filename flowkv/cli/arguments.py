@@ -6,11 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flowkv.core.errors import ConfigError
 from flowkv.core.files import open_regular
 from flowkv.report.screen import Screen
+
+if TYPE_CHECKING:
+    from flowkv.hooks.huggingface.load import LoadedModel
 
 Run = Callable[[argparse.Namespace, Screen], tuple[int, Any]]
 """Function of a verb: (arguments, screen) -> (exit status, result of `--json`)."""
@@ -95,6 +98,18 @@ def model_arguments(parser: Parser, *, required: bool) -> None:
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="default %(default)s")
     parser.add_argument("--device", default="", help="default the GPU if there is one, else cpu")
     parser.add_argument("--threads", type=count, default=0, help="threads of torch")
+
+
+def load_model(given: argparse.Namespace, screen: Screen) -> LoadedModel:
+    """Load the model that the options of `model_arguments` choose."""
+    with screen.progress("loading the model"):
+        import torch
+
+        from flowkv.hooks.huggingface.load import load
+
+        if given.threads:
+            torch.set_num_threads(given.threads)
+        return load(given.model, dtype=given.dtype, device=given.device or None)
 
 
 def read_text(name: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import flowkv
-from flowkv.cli.arguments import AddVerb, model_arguments, read_text
+from flowkv.cli.arguments import AddVerb, load_model, model_arguments, read_text
 from flowkv.core.config import format_size, load_config
 from flowkv.core.errors import ConfigError
 from flowkv.report.screen import Screen
@@ -29,17 +29,11 @@ def _calibrate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     if not given.out.parent.is_dir():  # before minutes of learning
         raise ConfigError(f"{given.out.parent} is no directory", "Make it, or name another file")
     text = read_text(given.text)
-    with screen.progress("loading the model"):
-        import torch
+    loaded = load_model(given, screen)
+    from flowkv.hooks.huggingface.attach import door_of
+    from flowkv.hooks.huggingface.calibrate import Calibrator
+    from flowkv.kvt.file import BasisFile, save_basis
 
-        from flowkv.hooks.huggingface.attach import door_of
-        from flowkv.hooks.huggingface.calibrate import Calibrator
-        from flowkv.hooks.huggingface.load import load
-        from flowkv.kvt.file import BasisFile, save_basis
-
-        if given.threads:
-            torch.set_num_threads(given.threads)
-        loaded = load(given.model, dtype=given.dtype, device=given.device or None)
     with flowkv.attach(loaded.model, gpu="256MiB", cold=cold) as kv:
         door: Any = door_of(loaded.model)
         bases: Any = kv.bases

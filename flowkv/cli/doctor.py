@@ -12,6 +12,7 @@ import importlib.metadata
 import itertools
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -127,13 +128,8 @@ def older(version: str, oldest: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.partition("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    released = re.split(r"[^\d.]", version, maxsplit=1)[0]
+    return tuple(int(part) for part in released.split(".") if part)
 
 
 # ---- software

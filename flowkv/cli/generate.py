@@ -8,7 +8,14 @@ import json
 from typing import Any
 
 import flowkv
-from flowkv.cli.arguments import AddVerb, count, model_arguments, read_text, trace_argument
+from flowkv.cli.arguments import (
+    AddVerb,
+    count,
+    load_model,
+    model_arguments,
+    read_text,
+    trace_argument,
+)
 from flowkv.core.config import load_config
 from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED
@@ -30,15 +37,9 @@ def add_verb(verb: AddVerb) -> None:
 def _generate(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     prompts = read_prompts(given.prompts)
     load_config(disk=given.store)
-    with screen.progress("loading the model"):
-        import torch
+    loaded = load_model(given, screen)
+    from flowkv.demo.timing import Reuse, timed_generate
 
-        from flowkv.demo.timing import Reuse, timed_generate
-        from flowkv.hooks.huggingface.load import load
-
-        if given.threads:
-            torch.set_num_threads(given.threads)
-        loaded = load(given.model, dtype=given.dtype, device=given.device or None)
     answers = []
     with contextlib.ExitStack() as stack:
         kv = flowkv.attach(loaded.model, disk=given.store)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import wraps
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -12,6 +14,27 @@ LINE_BYTES = 64
 
 _I32, _BYTES = ir.IntType(32), ir.IntType(8).as_pointer()
 _LINE = ir.VectorType(ir.IntType(64), LINE_BYTES // 8).as_pointer()
+
+
+def instruction(result=types.none):
+    """Make an intrinsic of a function that emits it, of a builder and the values of its arguments.
+
+    `result` is the type of what it returns.
+    """
+
+    def of(emit):
+        @intrinsic
+        @wraps(emit)
+        def typed(context, *kinds):
+            def codegen(context, builder, signature, args):
+                value = emit(builder, *args)
+                return context.get_dummy_value() if value is None else value
+
+            return result(*kinds), codegen
+
+        return typed
+
+    return of
 
 
 @intrinsic
@@ -41,39 +64,24 @@ def ahead(context, p, i):
     return p(p, i), lambda context, builder, signature, args: builder.gep(args[0], [args[1]])
 
 
-@intrinsic
-def prefetch(context, p, i):
+@instruction()
+def prefetch(builder, p, i):
     """Ask for the cache line of p[i]; never faults."""
-
-    def codegen(context, builder, signature, args):
-        line = builder.bitcast(builder.gep(args[0], [args[1]]), _BYTES)
-        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
-        fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(fn, [line, _I32(0), _I32(2), _I32(1)])  # read, into L2, data
-        return context.get_dummy_value()
-
-    return types.none(p, i), codegen
+    line = builder.bitcast(builder.gep(p, [i]), _BYTES)
+    kind = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
+    fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(fn, [line, _I32(0), _I32(2), _I32(1)])  # read, into L2, data
 
 
-@intrinsic
-def stream(context, target, source):
+@instruction()
+def stream(builder, target, source):
     """Copy a line past the caches; the target is aligned to lines, and needs a `fence`."""
-
-    def codegen(context, builder, signature, args):
-        to, of = (builder.inttoptr(x, _LINE) for x in args)
-        stored = builder.store(builder.load(of, align=1), to, align=LINE_BYTES)
-        stored.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
-        return context.get_dummy_value()
-
-    return types.none(target, source), codegen
+    to, of = (builder.inttoptr(x, _LINE) for x in (target, source))
+    stored = builder.store(builder.load(of, align=1), to, align=LINE_BYTES)
+    stored.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
 
 
-@intrinsic
-def fence(context):
+@instruction()
+def fence(builder):
     """Order all earlier writes before all later ones, for other threads."""
-
-    def codegen(context, builder, signature, args):
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    builder.fence("seq_cst")

@@ -10,4 +10,3 @@ class Clock(Protocol):
 
     def now_ns(self) -> int:
         """Return nanoseconds since an arbitrary origin."""
-        ...

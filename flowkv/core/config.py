@@ -320,11 +320,7 @@ def _remote(scheme: str, text: str) -> TierConfig:
     else:
         _checked_size(size, text)
     if path.endswith("://"):
-        raise _misplaced(
-            text,
-            "names no host or bucket",
-            f"Write {scheme}://bucket/kv",
-        )
+        raise _misplaced(text, "names no host or bucket", f"Write {scheme}://bucket/kv")
     return TierConfig(scheme, path, size)
 
 
@@ -693,10 +689,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Raises:
             ConfigError: A place is invalid, is named twice, or is above a faster one.
         """
-        if self.tiers is not None:
-            stack = _listed(self.tiers)
-        else:
-            stack = self._from_fields(on_cpu)
+        stack = _listed(self.tiers) if self.tiers is not None else self._from_fields(on_cpu)
         if not stack or stack[0].kind != "gpu":
             stack.insert(0, TierConfig("gpu"))
         default = {

@@ -59,15 +59,15 @@ def mix(x: Any) -> Any:
     return x ^ (x >> np.uint64(32))
 
 
-def _random_words(count: int) -> NDArray[np.uint64]:
-    """Return the words of SplitMix64 (Steele et al., 2014) from state 0 on."""
-    x = np.arange(1, count + 1, dtype=np.uint64) * _G
+def random_words(count: int, seed: int = 0) -> NDArray[np.uint64]:
+    """Return the words of SplitMix64 (Steele et al., 2014) from the state `seed` on."""
+    x = np.arange(1, count + 1, dtype=np.uint64) * _G + np.uint64(seed & (1 << 64) - 1)
     x = (x ^ (x >> np.uint64(30))) * _SECOND
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-KEYS = _random_words(2 * WORDS).reshape(2, WORDS)
+KEYS = random_words(2 * WORDS).reshape(2, WORDS)
 """Addends of the words of a granule, for each of the two sums."""
 
 _compiled: Callable[[int, int, int, int], None] | None = None

@@ -544,11 +544,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 def write_demo_report(
-    path: Path,
-    plan: DemoPlan,
-    summary: Summary,
-    *,
-    restores: Sequence[WatchedRestore] = (),
+    path: Path, plan: DemoPlan, summary: Summary, *, restores: Sequence[WatchedRestore] = ()
 ) -> Path:
     """Write the report, and return its path.
 

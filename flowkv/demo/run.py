@@ -128,10 +128,7 @@ def _phase(task: DemoTask, label: str, screen: Screen, *, debug: bool) -> Findin
         log.open("wb") as errors,
         screen.progress(f"{label:<14}") as tell,
         subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=None if debug else errors,
-            env=environment,
+            command, stdout=subprocess.PIPE, stderr=None if debug else errors, env=environment
         ) as process,
     ):
         try:

@@ -1,6 +1,6 @@
 """Measurement of generation: time to the first token (TTFT) and per further token (TPOT).
 
-A streamer reads the clocks whenever `generate` passes it tokens. The first call brings the prompt
+A streamer reads the clock whenever `generate` passes it tokens. The first call brings the prompt
 itself; TTFT ends with the second, TPOT is the mean gap between the rest. `generate` moves tokens to
 the CPU before it passes them, so that a GPU has finished them by then.
 
@@ -24,17 +24,14 @@ class Stamps:
 
     Attributes:
         wall_s: `time.perf_counter` at each call of `put`, the prompt's first.
-        cpu_s: `time.thread_time` at each call of `put`: CPU time of the calling thread only.
     """
 
     def __init__(self) -> None:
         self.wall_s: list[float] = []
-        self.cpu_s: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
         """Record the time of the prompt or of a new token of each row; called by `generate`."""
         self.wall_s.append(time.perf_counter())
-        self.cpu_s.append(time.thread_time())
 
     def end(self) -> None:
         """Do nothing; called by `generate` when it is done."""
@@ -44,17 +41,13 @@ class Timing(NamedTuple):
     """Times and answers of one call of `generate`.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt, all rows together.
         answers: New tokens of each row.
         ttft_s: Time from the call to the first new token.
-        ttft_cpu_s: CPU time of the calling thread in `ttft_s`, without threads of libraries.
         tpot_s: Mean time per further token; 0 if there was none.
     """
 
-    prompt_tokens: int
     answers: list[list[int]]
     ttft_s: float
-    ttft_cpu_s: float
     tpot_s: float
 
 
@@ -79,7 +72,7 @@ def timed_generate(
         )
     ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
     stamps = Stamps()
-    wall, cpu = time.perf_counter(), time.thread_time()
+    began_s = time.perf_counter()
     done = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -89,13 +82,8 @@ def timed_generate(
         **options,
     )
     first, last, gaps = stamps.wall_s[1], stamps.wall_s[-1], len(stamps.wall_s) - 2
-    return Timing(
-        prompt_tokens=ids.numel(),
-        answers=done[:, ids.shape[1] :].tolist(),
-        ttft_s=first - wall,
-        ttft_cpu_s=stamps.cpu_s[1] - cpu,
-        tpot_s=(last - first) / gaps if gaps else 0.0,
-    )
+    tpot_s = (last - first) / gaps if gaps else 0.0
+    return Timing(done[:, ids.shape[1] :].tolist(), first - began_s, tpot_s)
 
 
 class Reuse(NamedTuple):
@@ -124,11 +112,6 @@ class Reuse(NamedTuple):
         """Return the reuse since `before`."""
         loaded = {k: n - before.loaded_bytes.get(k, 0) for k, n in self.loaded_bytes.items()}
         return Reuse(self.seen - before.seen, self.reused - before.reused, loaded)
-
-    @property
-    def hit_rate(self) -> float:
-        """Return the share of the tokens that were not computed."""
-        return self.reused / self.seen if self.seen else 0.0
 
 
 NOTHING = Reuse(0, 0, {})

@@ -842,12 +842,7 @@ class ServedModel(NamedTuple):
 
 
 def serve(
-    model: Any,
-    kv: KV,
-    runner: Runner | None,
-    sampler: Sampler | None,
-    *,
-    fixed: bool = False,
+    model: Any, kv: KV, runner: Runner | None, sampler: Sampler | None, *, fixed: bool = False
 ) -> ServedModel:
     """Choose how to run a model: packed rows if it can, each row by itself otherwise.
 

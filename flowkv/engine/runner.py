@@ -40,7 +40,6 @@ class Runner(Protocol):
         Raises:
             CapacityError: Too many sequences are open.
         """
-        ...
 
     def step(self, rows: Items[OpenRow], tokens: Items[Tokens]) -> torch.Tensor:
         """Run the model over the next tokens of some rows.
@@ -57,7 +56,6 @@ class Runner(Protocol):
         Raises:
             CapacityError: The pages do not fit.
         """
-        ...
 
 
 class OpenRow(Protocol):
@@ -71,15 +69,12 @@ class OpenRow(Protocol):
 
     def suspend(self) -> int:
         """Move the row's pages off the device and return the bytes copied, see `KV.suspend`."""
-        ...
 
     def resume(self) -> None:
         """Put the row's pages back on the device, see `KV.resume`."""
-        ...
 
     def close(self, stop: str = "") -> None:
         """Release the row's pages; published pages stay known."""
-        ...
 
 
 Forward = Callable[[Step, torch.Tensor], torch.Tensor]
@@ -98,10 +93,7 @@ class PackedRunner:
     together = True
 
     def __init__(
-        self,
-        kv: KV,
-        forward: Forward,
-        blend: Callable[[Sequence, int], object] | None = None,
+        self, kv: KV, forward: Forward, blend: Callable[[Sequence, int], object] | None = None
     ) -> None:
         self._kv, self._forward, self._blend = kv, forward, blend
         self._last: Step | None = None

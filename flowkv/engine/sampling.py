@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.cache.later import Later
+from flowkv.core.digest import STEP, random_words
 from flowkv.core.errors import ConfigError, NonFiniteError
 from flowkv.engine.request import Request, is_number, is_whole, yours
 from flowkv.kernels.operands import GPUS
@@ -36,11 +37,9 @@ class Choice(Protocol):
         Args:
             logits: `[V]`, any float dtype.
         """
-        ...
 
     def take(self, token: int) -> bool:
         """Record the chosen token; return True if the request ends with it."""
-        ...
 
 
 class Sampler(Protocol):
@@ -57,7 +56,6 @@ class Sampler(Protocol):
         Raises:
             ConfigError: An option is unknown, out of range or not served by an engine.
         """
-        ...
 
 
 class Drawn(NamedTuple):
@@ -182,11 +180,7 @@ def _largest(logits: torch.Tensor) -> tuple[list[int], list[float]]:
 
 def seed_of(seed: int, number: int) -> int:
     """Derive the seed of a request that has none from the engine's and its number (splitmix64)."""
-    mask = (1 << 64) - 1
-    word = (int(seed) + (number + 1) * 0x9E3779B97F4A7C15) & mask
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
-    return word ^ (word >> 31)
+    return int(random_words(1, int(seed) + number * STEP)[0])
 
 
 Chooser = Callable[[torch.Tensor, list[int]], int]

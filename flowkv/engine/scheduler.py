@@ -473,11 +473,7 @@ class KVManager:
     """
 
     def __init__(
-        self,
-        kv: KV,
-        runner: Runner,
-        swap_bytes: int,
-        refresh: Callable[[], object] = lambda: None,
+        self, kv: KV, runner: Runner, swap_bytes: int, refresh: Callable[[], object] = lambda: None
     ) -> None:
         self._kv, self._runner, self._swap_bytes = kv, runner, swap_bytes
         self._refresh, self._refreshed_s = refresh, -math.inf

@@ -165,11 +165,7 @@ def _check_groups(groups: Sequence[Group], lines: Ints, full: Ints) -> None:
 
 
 def _prefix(
-    batch: Ragged,
-    groups: Sequence[Group],
-    rows: Ints,
-    starts: Ints,
-    page_size: int,
+    batch: Ragged, groups: Sequence[Group], rows: Ints, starts: Ints, page_size: int
 ) -> Ragged:
     counts = [int(starts[group.end] - starts[group.first]) for group in groups]
     lengths = [group.pages * page_size for group in groups]
@@ -254,8 +250,7 @@ def cascade_attention(  # noqa: PLR0913 - the switches of attention belong to on
     check_queries(q, pages, batch)
     if shared.batch is not batch:
         raise GeometryError(
-            "the plan belongs to another step",
-            "Plan each step with plan_cascade(batch, ...)",
+            "the plan belongs to another step", "Plan each step with plan_cascade(batch, ...)"
         )
     if window is not None and window < batch.most_length:
         raise GeometryError(

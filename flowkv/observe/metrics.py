@@ -313,12 +313,10 @@ class Observable(Protocol):
     @property
     def bus(self) -> Bus:
         """Return the bus of its events."""
-        ...
 
     @property
     def metrics(self) -> Metrics:
         """Return the metrics of these events."""
-        ...
 
 
 def _key(labels: Mapping[str, object]) -> Labels:

@@ -81,10 +81,8 @@ class WriteAdmission:
             parents: The page above each, -1 for none.
         """
         most = int(slots.max(initial=-1)) + 1
-        if most > len(self._slots):
-            grown = np.zeros(max(most, 2 * len(self._slots)), _SLOT)
-            grown[: len(self._slots)] = self._slots
-            self._slots = grown
+        if most > (known := len(self._slots)):
+            self._slots = np.append(self._slots, np.zeros(max(most - known, known), _SLOT))
         new = self._slots["uses"][slots] == 0
         self._slots["parent"][slots] = parents  # those above may have come back as other slots
         self.choose(parents[(parents >= 0) & self._slots["chosen"][slots]])

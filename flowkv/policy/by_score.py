@@ -12,16 +12,8 @@ from flowkv.policy.base import NEVER_NS, NO_VISIT, LeaseConfig, Slots, Visit, co
 from flowkv.policy.order.compiled import CLOCK, LATEST, assign
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
-PAST = np.dtype(
-    [
-        ("uses", np.int64),
-        ("first_ns", np.int64),
-        ("before_ns", np.int64),
-        ("last_ns", np.int64),
-        ("n_bytes", np.int64),
-        ("cost_ns", np.int64),
-    ]
-)
+_FIELDS = "uses first_ns before_ns last_ns n_bytes cost_ns"
+PAST = np.dtype([(field, np.int64) for field in _FIELDS.split()])
 
 
 class Use(NamedTuple):
@@ -86,10 +78,8 @@ class ByScore(LeafOrder):
         """Add blocks that became resident, root to leaf; `parents[i]` is a slot or -1."""
         slots = as_slots(slots)
         super().insert(now_ns, slots, parents, **said)
-        if len(self._past) < len(self._order[0]):
-            grown = np.zeros(len(self._order[0]), PAST)
-            grown[: len(self._past)] = self._past
-            self._past = grown
+        if (more := len(self._order[0]) - len(self._past)) > 0:
+            self._past = np.append(self._past, np.zeros(more, PAST))
         self._past["n_bytes"][slots] = said.get("n_bytes", 1)
         self._past["cost_ns"][slots] = said.get("cost_ns", 0)
         now = int(self._state[CLOCK])

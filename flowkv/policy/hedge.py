@@ -275,6 +275,5 @@ class Hedge(HazardIndex):
 
     def _grow(self, room: int) -> None:
         super()._grow(room)
-        ring = np.zeros(len(self._order[0]), RING)
-        ring[: len(self._ring)] = self._ring
-        self._ring = ring
+        more = len(self._order[0]) - len(self._ring)
+        self._ring = np.append(self._ring, np.zeros(more, RING))

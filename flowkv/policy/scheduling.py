@@ -68,22 +68,8 @@ class Job:
     """
 
     __slots__ = (
-        "arrived_s",
-        "back_at",
-        "deadline_s",
-        "limit",
-        "made",
-        "moves",
-        "number",
-        "pages",
-        "preempted",
-        "priority",
-        "prompt",
-        "ready",
-        "shared",
-        "since_s",
-        "state",
-        "waited_s",
+        *("arrived_s", "back_at", "deadline_s", "limit", "made", "moves", "number", "pages"),
+        *("preempted", "priority", "prompt", "ready", "shared", "since_s", "state", "waited_s"),
     )
 
     def __init__(
@@ -473,10 +459,7 @@ class Turns:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        limits: Limits,
-        keeps: Callable[[Job], bool] = lambda _: True,
+        self, scheduler: Scheduler, limits: Limits, keeps: Callable[[Job], bool] = lambda _: True
     ) -> None:
         if min(limits.max_rows, limits.token_budget, limits.page_size, limits.grace) < 1:
             raise ConfigError(f"{limits}", "Pass 1 or more")

@@ -20,14 +20,7 @@ from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError
 from flowkv.observe.events import Bus
 from flowkv.observe.metrics import Level
-from flowkv.observe.timeline import (
-    COMPUTING,
-    LATENCIES,
-    OpenReport,
-    Serving,
-    Timeline,
-    Timelines,
-)
+from flowkv.observe.timeline import COMPUTING, LATENCIES, OpenReport, Serving, Timeline, Timelines
 from flowkv.report.charts import MOST_CURVES, Distributions, Gantt, Overlap, OverTime
 from flowkv.report.page import Figures, Section, Source, Table, Text, check_installed, write_report
 from flowkv.report.words import seconds, share
@@ -36,10 +29,7 @@ from flowkv.report.words import seconds, share
 
 
 def restore_section(
-    timeline: Timeline,
-    *,
-    title: str = "One restore, as it went",
-    source: Source = "measured",
+    timeline: Timeline, *, title: str = "One restore, as it went", source: Source = "measured"
 ) -> Section:
     """Return a section on one restore: its computes, its loads, and where the two met.
 
@@ -153,7 +143,7 @@ def serving_sections(
         ("Reuse", _REUSE, _reuse(serving, told, by_place, tenants=tenants)),
         ("Beside K and V", _BESIDE, _beside(told)),
         ("Audits", _AUDITS, _audits(serving, levels)),
-        ("Given up and failed", _TROUBLE, _trouble(serving)),
+        ("Given up and failed", _TROUBLE, _trouble(serving, told)),
     ]
     return [Section(title, text, parts, source) for title, text, parts in drawn if parts]
 
@@ -254,7 +244,8 @@ def _memory(serving: Serving, by_place: dict[str, dict[str, float]]) -> list[Any
     rows: list[list[object]] = []
     for place, held in by_place.items():
         kind = "device" if "device_used_bytes" in held else "tier"
-        here, room = held[f"{kind}_used_bytes"], _capacity(held[f"{kind}_capacity_bytes"])
+        here, most = held[f"{kind}_used_bytes"], held[f"{kind}_capacity_bytes"]
+        room = _bytes(most) if most < 2**60 else "no limit"
         fragmented = share(held["device_fragmentation"]) if kind == "device" else None
         loaded = _bytes(held["tier_loaded_bytes_total"]) if kind == "tier" else None
         written = _bytes(serving.moves.total("stored_bytes_total", tier=place))
@@ -264,11 +255,7 @@ def _memory(serving: Serving, by_place: dict[str, dict[str, float]]) -> list[Any
 
 
 def _reuse(
-    serving: Serving,
-    told: dict[str, Any],
-    by_place: dict[str, dict[str, float]],
-    *,
-    tenants: bool,
+    serving: Serving, told: dict[str, Any], by_place: dict[str, dict[str, float]], *, tenants: bool
 ) -> list[Any]:
     moves, parts = serving.moves, list[Any]()
     found = moves.by("hit_tokens_total", "tier")
@@ -325,7 +312,7 @@ def _audits(serving: Serving, levels: list[Level]) -> list[Any]:
     return [Figures(figures), Table(["restored from", "pages compared"], rows)]
 
 
-def _trouble(serving: Serving) -> list[Any]:
+def _trouble(serving: Serving, told_of: dict[str, Any]) -> list[Any]:
     rows: list[list[object]] = []
     for name, _, _, series in serving.moves.families():
         if name in _GIVEN_UP:
@@ -333,7 +320,6 @@ def _trouble(serving: Serving) -> list[Any]:
                 told = dict(labels)
                 why = told.get("reason") or told.get("operation")
                 rows.append([_GIVEN_UP[name], told["tier"], why, value])
-    told_of = serving.summary()
     for reason, number in told_of["finished"].items():
         if reason not in ("stop", "length"):
             rows.append(["requests", None, reason, number])
@@ -367,10 +353,6 @@ def _breaker(held: dict[str, float]) -> str | None:
 
 def _bytes(value: float) -> str:
     return format_size(round(value))
-
-
-def _capacity(n_bytes: float) -> str:
-    return _bytes(n_bytes) if n_bytes < 2**60 else "no limit"
 
 
 class Account(OpenReport):

@@ -250,17 +250,14 @@ class Ledger:
             raise ConfigError(
                 f"a ledger cannot hold {room} blocks, only {SLOT_LIMIT}", "Pass a smaller ghosts="
             )
-        blocks = np.zeros(new, at.BLOCK)
-        blocks[:old] = self._blocks
+        blocks = np.append(self._blocks, np.zeros(new - old, at.BLOCK))
         blocks["space"][old:] = -1
         buckets = at.buckets_for(new)
         at.rehash(self._buckets, buckets)
         self._blocks, self._buckets = blocks, buckets
         self._index = blocks, buckets, self._mix, self._state
         if not self._alone:
-            terms = np.zeros(new, TERMS)
-            terms[:old] = self._terms
-            self._terms = terms
+            self._terms = np.append(self._terms, np.zeros(new - old, TERMS))
 
     def _widen(self, n: int) -> None:
         """Make room in the buffers for requests of `n` blocks."""
@@ -281,7 +278,9 @@ class Ledger:
                 self._admission.insert(new, parents)
             self._shelves[k].policy.insert(now, new, parents, **terms._asdict())
             if not self._alone:
-                lease = self._lease_number(terms.lease)
+                if terms.lease not in self._leases:
+                    self._leases.append(terms.lease)
+                lease = self._leases.index(terms.lease)
                 self._terms[new] = (terms.cost_ns, lease, terms.tenant)
         return n
 
@@ -293,11 +292,6 @@ class Ledger:
             cost, lease, tenant = kept[first].item()
             terms = Terms(int(size[first]), cost, self._leases[lease], tenant)
             self._land(now, k, slots[first:last], terms, flying)
-
-    def _lease_number(self, lease: str | Lease) -> int:
-        if lease not in self._leases:
-            self._leases.append(lease)
-        return self._leases.index(lease)
 
     def _advance(self, now_ns: int) -> int:
         """Advance the clock, never backwards, and expire leases; return the time."""

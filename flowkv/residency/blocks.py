@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from flowkv.core.digest import random_words
 from flowkv.core.errors import ConfigError
 from flowkv.policy.order.compiled import LISTS, Array, delist, enlist, fold, inner, kernel
 
@@ -41,13 +42,7 @@ ONE = np.uint64(1)
 
 def factors(seed: int) -> NDArray[np.uint64]:
     """Return the multipliers of a hash: 64-bit numbers drawn by SplitMix64."""
-    drawn = []
-    for i in range(1, FACTORS + 1):
-        x = (seed + i * 0x9E37_79B9_7F4A_7C15) & (1 << 64) - 1
-        x = (x ^ x >> 30) * 0xBF58_476D_1CE4_E5B9 & (1 << 64) - 1
-        x = (x ^ x >> 27) * 0x94D0_49BB_1331_11EB & (1 << 64) - 1
-        drawn.append(x ^ x >> 31)
-    return np.array(drawn, np.uint64)
+    return random_words(FACTORS, seed)
 
 
 # ---- compiled

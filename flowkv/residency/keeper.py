@@ -962,10 +962,7 @@ class Caller:
 
 
 def open_keeper(
-    *places: str,
-    bus: Bus | None = None,
-    over: Callable[[Tier], Tier] | None = None,
-    **options: Any,
+    *places: str, bus: Bus | None = None, over: Callable[[Tier], Tier] | None = None, **options: Any
 ) -> Keeper:
     """Open a keeper over places in the form of `Config.tiers`.
 

@@ -22,12 +22,7 @@ from flowkv.tiers.base import UNBOUNDED, Tier
 
 
 def open_tiers(
-    config: Config,
-    given: Sequence[Tier],
-    clock: Clock,
-    rates: dict[str, Rates],
-    *,
-    on_cpu: bool,
+    config: Config, given: Sequence[Tier], clock: Clock, rates: dict[str, Rates], *, on_cpu: bool
 ) -> list[Tier]:
     """Open the tiers of the configuration, and return them with those given as objects.
 
@@ -114,10 +109,7 @@ def memory_bytes() -> int:
 
 
 def policy_of(
-    config: Config,
-    kind: str,
-    capacity_bytes: int,
-    make: Callable[[], Policy] | None = None,
+    config: Config, kind: str, capacity_bytes: int, make: Callable[[], Policy] | None = None
 ) -> Policy:
     """Return the policy of a place; with quotas, tenants are numbered as in the configuration.
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from time import perf_counter, perf_counter_ns
 from typing import Annotated, Any, NamedTuple, TypedDict, Unpack
 
@@ -77,6 +78,7 @@ class Course:
         self.prefetched = self.prefetch_used = 0
 
 
+@dataclass(eq=False)
 class OnePlace:
     """Place of equal blocks, one byte each, above a place with all blocks ever requested.
 
@@ -85,7 +87,7 @@ class OnePlace:
     Args:
         trace: Trace to replay.
         policy: A fresh policy.
-        capacity: Blocks that fit.
+        capacity_bytes: Blocks that fit.
         hints: Hints of the application after each request; none without.
         sigma: Error of the hints, as passed to the policy.
         queue_ns: Time that each request is queued before it runs.
@@ -94,22 +96,18 @@ class OnePlace:
         states: States of a hybrid model, which limit what hits are of use.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of one place belong together
-        self,
-        trace: Trace,
-        policy: Policy,
-        capacity: int,
-        *,
-        hints: TraceHints | None = None,
-        sigma: float = 0.0,
-        queue_ns: int = 0,
-        prefetcher: Prefetcher | None = None,
-        costs_ns: NDArray[np.int64] | None = None,
-        states: ReplayedStates | None = None,
-    ) -> None:
-        self.trace, self.policy, self.capacity_bytes = trace, policy, capacity
-        self.hints, self.sigma, self.queue_ns = hints, sigma, queue_ns
-        self.prefetcher, self.costs_ns, self.states = prefetcher, costs_ns, states
+    trace: Trace
+    policy: Policy
+    capacity_bytes: int
+    hints: TraceHints | None = None
+    sigma: float = 0.0
+    queue_ns: int = 0
+    prefetcher: Prefetcher | None = None
+    costs_ns: NDArray[np.int64] | None = None
+    states: ReplayedStates | None = None
+
+    def __post_init__(self) -> None:
+        trace = self.trace
         self.here = np.zeros(trace.unique, np.bool_)
         self.seen = np.zeros(trace.unique, np.bool_)
         self.prefetched_unused = np.zeros(trace.unique, np.bool_)  # prefetched, not requested yet
@@ -438,13 +436,7 @@ def ratio(part: NDArray[np.generic], whole: NDArray[np.generic]) -> float:
 
 
 def judge(
-    trace: Trace,
-    course: Course,
-    *,
-    policy: str,
-    pages: int,
-    seconds: float,
-    digest: str = "",
+    trace: Trace, course: Course, *, policy: str, pages: int, seconds: float, digest: str = ""
 ) -> Result:
     """Make a result from the course of a replay.
 
@@ -601,9 +593,8 @@ def tier_from(text: str) -> ReplayTier:
     parts = text.split(":")
     if not 2 <= len(parts) <= 3:
         raise ConfigError(f"{text!r} is no tier", 'Write "dram:5%" or "dram:5%:kv8"')
-    return ReplayTier(
-        place=parts[0], size=share_of(parts[1]), codec=parts[2] if parts[2:] else "raw"
-    )
+    place, size, codec = (*parts, "raw")[:3]
+    return ReplayTier(place=place, size=share_of(size), codec=codec)
 
 
 def admission_of(rule: str, tiers: Iterable[ReplayTier]) -> WriteAdmission | None:

@@ -934,10 +934,7 @@ def _written(model: nn.Module, directory: Path, most_bytes: int | None) -> Path:
 
 
 def _entries(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    sums: Callable[[StoredTensor], bytes],
-    where: _Devices,
+    model: nn.Module, checkpoint: Checkpoint, sums: Callable[[StoredTensor], bytes], where: _Devices
 ) -> dict[int, _Entry]:
     """Return parameters by id, each with its tensor in the checkpoint.
 

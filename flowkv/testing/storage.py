@@ -702,17 +702,8 @@ def check_tier(
 Runs = tuple[torch.Tensor, torch.Tensor]
 
 PAGE_KINDS = (
-    "noise",
-    "zeros",
-    "constant",
-    "ramp",
-    "outlier channels",
-    "outlier tokens",
-    "large",
-    "tiny",
-    "denormal",
-    "halves",
-    "mixed",
+    *("noise", "zeros", "constant", "ramp", "outlier channels", "outlier tokens", "large", "tiny"),
+    *("denormal", "halves", "mixed"),
 )
 """Kinds of pages that are hard for codecs; see `page_of`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Literal
+from typing import Any, Literal
 
 from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError
@@ -85,10 +85,11 @@ def open_tier(
     from flowkv.compiled.digest import compile_digest
 
     compile_digest()
+    common: dict[str, Any] = {"name": name, "envelope": envelope, "clock": clock}
     if kind in REMOTE_KINDS:
         module, tier = _REMOTE[kind]
         open_remote = getattr(import_module(f"flowkv.tiers.remote.{module}"), tier)
-        remote: Tier = open_remote(path, capacity_bytes, name=name, envelope=envelope, clock=clock)
+        remote: Tier = open_remote(path, capacity_bytes, **common)
         return remote
     if kind not in ("host", "disk"):
         known = ", ".join(REMOTE_KINDS)
@@ -96,15 +97,8 @@ def open_tier(
     if kind == "disk":
         from flowkv.tiers.disk.tier import DiskTier
 
-        return DiskTier(
-            path,
-            capacity_bytes,
-            name=name,
-            exclusive=exclusive,
-            durability=durability,
-            envelope=envelope,
-            clock=clock,
-        )
+        common |= {"exclusive": exclusive, "durability": durability}
+        return DiskTier(path, capacity_bytes, **common)
     if path:
         from flowkv.tiers.shared import SharedTier
 

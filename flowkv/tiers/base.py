@@ -189,20 +189,16 @@ class Tier(Protocol):
     @property
     def writable(self) -> bool:
         """Return False where another process owns the tier."""
-        ...
 
     @property
     def shared(self) -> bool:
         """Return whether other processes may write to the tier."""
-        ...
 
     def used_bytes(self) -> int:
         """Return the bytes occupied now, overhead included."""
-        ...
 
     def frame_bytes(self, body_bytes: int) -> int:
         """Return the bytes that a frame with such a body occupies here; callers make room by it."""
-        ...
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether a frame is expected; a load may still miss.
@@ -210,11 +206,9 @@ class Tier(Protocol):
         Local tiers answer at once. Remote tiers may ask their engine, for as long as a look-up
         takes and 50 ms at most; keys without a reply by then are False.
         """
-        ...
 
     def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
         """Start reading; return a job number. Only verified bytes are reported as `HIT`."""
-        ...
 
     def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
         """Start writing; `STORED` means that a reader, or a restart after kill -9, finds the frame.
@@ -223,22 +217,18 @@ class Tier(Protocol):
         is the task of the caller, by policy. A key that is present is `STORED` at once, its frame
         unchanged.
         """
-        ...
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Return the answers that are ready; wait up to `timeout_s` for the first one."""
-        ...
 
     def cancel(self, job: int) -> None:
         """Answer the unanswered items of a job `FAILED` "cancelled", where that is possible.
 
         An item with its target or body in use right now is answered as without the cancellation.
         """
-        ...
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget frames at once; return how many were present. Loads in flight may still answer."""
-        ...
 
     def erase(self, keys: Sequence[bytes]) -> int:
         """Delete frames and leave no copy of their bytes: overwritten, or removed by the engine.
@@ -246,15 +236,12 @@ class Tier(Protocol):
         Raises:
             StoreError: Some may still be there; the message names the tier and the cause.
         """
-        ...
 
     def scan(self) -> Iterator[Entry]:
         """Yield all frames, oldest store first. Used to rebuild the index at start."""
-        ...
 
     def close(self) -> None:
         """Finish or fail the items in flight, keep persistent frames, release everything else."""
-        ...
 
 
 class OverTier:

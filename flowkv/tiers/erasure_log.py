@@ -166,18 +166,13 @@ class ErasureLog:
         self._head = b""
         self._seen: set[bytes] | None = None  # lots; None while they are unknown
         self._let_go: Callable[[], object] = int  # nothing to release yet
-        self._erasing = False
+        self.alone = False
         self._look_s = 0.0
         self._own: set[bytes] = set()
         self._open()
         drop_in_children(self, ErasureLog.close)
 
     # ---- readers
-
-    @property
-    def alone(self) -> bool:
-        """Return whether this cache is within `erasing`."""
-        return self._erasing
 
     def changed(self) -> bool:
         """Return whether other caches may have erased frames since the last `news`."""
@@ -218,8 +213,8 @@ class ErasureLog:
         Frames erased earlier are among the `news` by then: read it, and store none of them.
         """
         self._look_s = 0.0  # so that `changed` checks whether the lock is that of the file
-        if self._fd < 0 or self._erasing:
-            yield not self._erasing
+        if self._fd < 0 or self.alone:
+            yield not self.alone
             return
         gate = lock_byte(self._fd, _GATE_AT, fcntl.F_RDLCK)
         free = gate and lock_byte(self._fd, _STORES_AT, fcntl.F_RDLCK)
@@ -249,11 +244,11 @@ class ErasureLog:
                 "Forget in a process that may write there, or repair that file",
             )
         self._take(time.monotonic() + self._patience_s)
-        self._erasing = True
+        self.alone = True
         try:
             yield
         finally:
-            self._erasing = False
+            self.alone = False
             self._release()
 
     def publish(
@@ -352,7 +347,7 @@ class ErasureLog:
     def _mend(self) -> None:
         """Initialize a damaged file, if the locks are free."""
         self._look()
-        if not self._writable or self._erasing:
+        if not self._writable or self.alone:
             return
         try:
             self._take(time.monotonic() + 20 * _PAUSE_S)

@@ -219,9 +219,7 @@ def encode_header(key: bytes, info: FrameInfo, body: Buffer) -> bytes:
 
 
 def decode_header(
-    data: Buffer,
-    integrity: int = NH_128,
-    sound: Callable[[memoryview], bool] | None = None,
+    data: Buffer, integrity: int = NH_128, sound: Callable[[memoryview], bool] | None = None
 ) -> Header:
     """Verify and parse the header at the beginning of `data`, which may be longer.
 

@@ -193,10 +193,7 @@ def unpack_stripe(stored: Buffer, target: memoryview) -> None:
     if not (0 < high <= half and 0 < low <= half and _HEAD.size + high + low == len(view)):
         raise BadFrame("digest", f"planes of {high} and {low} bytes in {len(view)}")
     scratch, middle = _scratch(2, half), _HEAD.size + high
-    planes = (
-        _inflate(view[_HEAD.size : middle], scratch[0]),
-        _inflate(view[middle:], scratch[1]),
-    )
+    planes = (_inflate(view[_HEAD.size : middle], scratch[0]), _inflate(view[middle:], scratch[1]))
     _join(*planes, np.frombuffer(target, np.uint8))
 
 

@@ -11,11 +11,10 @@ import math
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import njit
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from flowkv.compiled.addresses import LINE_BYTES, ahead, data, pointer, prefetch
+from flowkv.compiled.addresses import LINE_BYTES, ahead, data, instruction, pointer, prefetch
 from flowkv.compiled.parts import PART
 from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_MASK
 from flowkv.kernels.cpu.bits import (
@@ -336,9 +335,11 @@ def block_of(lanes: int, rows: int, kind: int, adds: bool):
             x = builder.and_(x, ir.Constant(ints, [15] * lanes))
         return builder.sitofp(x, floats)
 
-    def codegen(context, builder, signature, args):
-        (a, a_stride), (b, b_stride, there) = (cgutils.unpack_tuple(builder, x) for x in args[:2])
-        vectors, bias, (out, out_stride) = args[2], args[3], cgutils.unpack_tuple(builder, args[4])
+    @instruction()
+    def block(builder, a, b, vectors, bias, out):
+        a, a_stride = cgutils.unpack_tuple(builder, a)
+        b, b_stride, there = cgutils.unpack_tuple(builder, b)
+        out, out_stride = cgutils.unpack_tuple(builder, out)
         multiply = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(floats, [floats] * 3), f"llvm.fmuladd.v{lanes}f32"
         )
@@ -382,11 +383,6 @@ def block_of(lanes: int, rows: int, kind: int, adds: bool):
                 old.align = 4
                 value = builder.fadd(old, value)
             builder.store(value, to).align = 4
-        return context.get_dummy_value()
-
-    @intrinsic
-    def block(context, a, b, vectors, bias, out):
-        return types.none(a, b, vectors, bias, out), codegen
 
     return block
 

@@ -12,7 +12,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from flowkv.compiled.addresses import ahead, pointer
+from flowkv.compiled.addresses import ahead, instruction, pointer
 from flowkv.compiled.digest import digest_of, mix
 from flowkv.compiled.parts import PART
 from flowkv.core.digest import STEP
@@ -56,77 +56,51 @@ def narrow(context, x, like):
     return like(x, like), codegen
 
 
-@intrinsic
-def bits_of(context, x):
+@instruction(types.int32)
+def bits_of(builder, x):
     """Return the bits of a float32 as int32."""
-    return types.int32(x), lambda context, builder, signature, args: builder.bitcast(args[0], _I32)
+    return builder.bitcast(x, _I32)
 
 
-@intrinsic
-def float_of(context, x):
+@instruction(types.float32)
+def float_of(builder, x):
     """Return the float32 with these bits."""
-    return types.float32(x), lambda context, builder, signature, args: builder.bitcast(
-        args[0], _F32
-    )
+    return builder.bitcast(x, _F32)
 
 
-@intrinsic
-def memcpy(context, target, source, n_bytes):
+@instruction()
+def memcpy(builder, target, source, n_bytes):
     """Copy bytes between addresses (int64) that do not overlap."""
-
-    def codegen(context, builder, signature, args):
-        to, of = (builder.inttoptr(x, _BYTES) for x in args[:2])
-        cgutils.raw_memcpy(builder, to, of, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.none(target, source, n_bytes), codegen
+    to, of = (builder.inttoptr(x, _BYTES) for x in (target, source))
+    cgutils.raw_memcpy(builder, to, of, n_bytes, 1)
 
 
-@intrinsic
-def memzero(context, target, n_bytes):
+@instruction()
+def memzero(builder, target, n_bytes):
     """Set bytes at an address (int64) to zero."""
-
-    def codegen(context, builder, signature, args):
-        cgutils.memset(builder, builder.inttoptr(args[0], _BYTES), args[1], 0)
-        return context.get_dummy_value()
-
-    return types.none(target, n_bytes), codegen
+    cgutils.memset(builder, builder.inttoptr(target, _BYTES), n_bytes, 0)
 
 
-@intrinsic
-def draw(context, p):
+@instruction(types.int64)
+def draw(builder, p):
     """Add one to p[0] atomically, and return its value from before."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "seq_cst")
-
-    return types.int64(p), codegen
+    return builder.atomic_rmw("add", p, ir.IntType(64)(1), "seq_cst")
 
 
-@intrinsic
-def call(context, function, argument):
+@instruction()
+def call(builder, function, argument):
     """Call the C function `void (int64)` at an address."""
-
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
-        return context.get_dummy_value()
-
-    return types.none(function, argument), codegen
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [argument])
 
 
-@intrinsic
-def call_team(context, team, function, argument, threads):
+@instruction()
+def call_team(builder, team, function, argument, threads):
     """Let all threads of a team call a function; `team` is the address of `GOMP_parallel`."""
-
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _BYTES, _I32, _I32])
-        parallel = builder.inttoptr(args[0], kind.as_pointer())
-        two = (builder.inttoptr(x, _BYTES) for x in args[1:3])
-        builder.call(parallel, [*two, builder.trunc(args[3], _I32), _I32(0)])
-        return context.get_dummy_value()
-
-    return types.none(team, function, argument, threads), codegen
+    kind = ir.FunctionType(ir.VoidType(), [_BYTES, _BYTES, _I32, _I32])
+    parallel = builder.inttoptr(team, kind.as_pointer())
+    two = (builder.inttoptr(x, _BYTES) for x in (function, argument))
+    builder.call(parallel, [*two, builder.trunc(threads, _I32), _I32(0)])
 
 
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
@@ -465,25 +439,16 @@ def transpose(to, of, rows, columns):
             to[j * rows + i] = of[i * columns + j]
 
 
-@intrinsic
-def _word(context, p):
+@instruction(types.uint64)
+def _word(builder, p):
     """Return the eight bytes from p on as uint64, at any alignment."""
-
-    def codegen(context, builder, signature, args):
-        return builder.load(builder.bitcast(args[0], _WORDS), align=1)
-
-    return types.uint64(p), codegen
+    return builder.load(builder.bitcast(p, _WORDS), align=1)
 
 
-@intrinsic
-def _put(context, p, x):
+@instruction()
+def _put(builder, p, x):
     """Write the eight bytes of x from p on."""
-
-    def codegen(context, builder, signature, args):
-        builder.store(args[1], builder.bitcast(args[0], _WORDS), align=1)
-        return context.get_dummy_value()
-
-    return types.none(p, x), codegen
+    builder.store(x, builder.bitcast(p, _WORDS), align=1)
 
 
 @njit(**_INLINE)

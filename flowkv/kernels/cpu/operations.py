@@ -252,13 +252,7 @@ class Call:
     __slots__ = ("_held", "_operands", "_parts", "address")
 
     def __init__(
-        self,
-        pages: Pages,
-        batch: Ragged,
-        how: Scoring,
-        heads: int,
-        dtype: torch.dtype,
-        few: int,
+        self, pages: Pages, batch: Ragged, how: Scoring, heads: int, dtype: torch.dtype, few: int
     ) -> None:
         layout, rows, most = pages.layout, batch.rows.shape[0], min(batch.most_new, few)
         group, size = heads // layout.kv_heads, layout.page_size
@@ -501,11 +495,7 @@ def _token_dims(tokens: int, heads: int, dim: int) -> dict[tuple[int, ...], int]
 # Shared parts of the numba twin, moves of whole pages, and merges.
 
 
-LIKE = {
-    torch.float32: np.float32(0),
-    torch.bfloat16: np.uint16(0),
-    torch.float16: np.int16(0),
-}
+LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 """Types under which the elements of a dtype travel through numba; see `cpu.bits`."""
 TOP = {dtype: np.float32(torch.finfo(dtype).max) for dtype in LIKE}
 """Saturation of raw elements. Of the three, decoded elements can only exceed float16."""
@@ -592,9 +582,7 @@ def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
     return sums
 
 
-def merge(
-    parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over disjoint sets of tokens; see `dispatch.merge`."""
     parts = [(o.contiguous(), lse.float().contiguous()) for o, lse in parts]
     first = parts[0][0]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
-from flowkv.compiled.addresses import ahead, data, pointer, prefetch
+from flowkv.compiled.addresses import ahead, data, instruction, pointer, prefetch
 from flowkv.compiled.parts import PART
 from flowkv.kernels.cpu.bits import bits_of, float_of, memzero, narrow, transpose, widen
 
@@ -48,37 +47,27 @@ def clean(x, n, limit):
     return NON_FINITE if worst >= INFINITE else OUT_OF_RANGE
 
 
-@intrinsic
-def _turn(context, p):
+@instruction()
+def _turn(builder, p):
     """Apply the first three stages of the transform to the eight elements from p on."""
-
-    def codegen(context, builder, signature, args):
-        where = builder.bitcast(args[0], _EIGHT.as_pointer())
-        x = builder.load(where, align=4)
-        for h in (1, 2, 4):
-            swap = ir.Constant(_EIGHT_INTS, [i ^ h for i in range(8)])
-            signs = ir.Constant(_EIGHT_INTS, [-(1 << 31) if i & h else 0 for i in range(8)])
-            other = builder.shuffle_vector(x, ir.Constant(_EIGHT, ir.Undefined), swap)
-            own = builder.bitcast(builder.xor(builder.bitcast(x, _EIGHT_INTS), signs), _EIGHT)
-            x = builder.fadd(other, own)
-        builder.store(x, where, align=4)
-        return context.get_dummy_value()
-
-    return types.none(p), codegen
+    where = builder.bitcast(p, _EIGHT.as_pointer())
+    x = builder.load(where, align=4)
+    for h in (1, 2, 4):
+        swap = ir.Constant(_EIGHT_INTS, [i ^ h for i in range(8)])
+        signs = ir.Constant(_EIGHT_INTS, [-(1 << 31) if i & h else 0 for i in range(8)])
+        other = builder.shuffle_vector(x, ir.Constant(_EIGHT, ir.Undefined), swap)
+        own = builder.bitcast(builder.xor(builder.bitcast(x, _EIGHT_INTS), signs), _EIGHT)
+        x = builder.fadd(other, own)
+    builder.store(x, where, align=4)
 
 
-@intrinsic
-def _cross(context, p, q):
+@instruction()
+def _cross(builder, p, q):
     """Replace the eight elements from p on and those from q on by their sums and differences."""
-
-    def codegen(context, builder, signature, args):
-        low, high = (builder.bitcast(x, _EIGHT.as_pointer()) for x in args)
-        u, v = builder.load(low, align=4), builder.load(high, align=4)
-        builder.store(builder.fadd(u, v), low, align=4)
-        builder.store(builder.fsub(u, v), high, align=4)
-        return context.get_dummy_value()
-
-    return types.none(p, q), codegen
+    low, high = (builder.bitcast(x, _EIGHT.as_pointer()) for x in (p, q))
+    u, v = builder.load(low, align=4), builder.load(high, align=4)
+    builder.store(builder.fadd(u, v), low, align=4)
+    builder.store(builder.fsub(u, v), high, align=4)
 
 
 @njit(**EXACT)

@@ -32,14 +32,7 @@ from flowkv.kernels.triton.sealed import (
     sealed_share,
     turned,
 )
-from flowkv.kernels.triton.task import (
-    BITS,
-    REGISTERS,
-    Task,
-    lists_of,
-    merge_few,
-    merge_parts,
-)
+from flowkv.kernels.triton.task import BITS, REGISTERS, Task, lists_of, merge_few, merge_parts
 from flowkv.kernels.triton.tile import (
     LOG2E,
     LOWEST,

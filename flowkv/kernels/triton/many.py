@@ -396,12 +396,7 @@ def prefill(task: Task) -> None:
     common: dict[str, Any] = {"BLOCK": block, "MIN_PAGES": cut.least, "SPLIT": cut.split}
     part, part_lse = partials(task, cut, block)
     constants = given(
-        shape,
-        task.batching,
-        task.switches,
-        task.ends,
-        **common,
-        SEALED=bool(task.pages.sealed),
+        shape, task.batching, task.switches, task.ends, **common, SEALED=bool(task.pages.sealed)
     )
     for spare in unseal(task):
         launch(

@@ -22,12 +22,7 @@ from flowkv.policy.base import (
     configure,
 )
 from flowkv.policy.hazard import compiled as learned
-from flowkv.policy.order.compiled import (
-    COUNT,
-    NEVER,
-    SLOT_LIMIT,
-    room_for,
-)
+from flowkv.policy.order.compiled import COUNT, NEVER
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
 # Saved models of a learned order, for a warm start.
@@ -173,6 +168,7 @@ class HazardIndex(LeafOrder):
         tip = learned.visit(self._order, self._learner, slots, now_ns, visit.blocks)
         if tip < 0:
             slots = self._fit(slots)
+            self._make_room(1)
             tip = learned.visit(self._order, self._learner, slots, now_ns, visit.blocks)
         if self._queued and visit.request in self._queued:
             self.abort(now_ns, visit.request)
@@ -285,17 +281,6 @@ class HazardIndex(LeafOrder):
         self._learner = (own, tips, traits, rows, both, counters)
 
     # ---- parts
-
-    def _fit(self, slots: Slots) -> Slots:
-        """Return the valid slot numbers among these, and make room for them and for a tip."""
-        room = room_for(len(self._order[0]), slots)
-        if room < 0:
-            slots = slots[(slots >= 0) & (slots < SLOT_LIMIT)]
-            room = room_for(len(self._order[0]), slots)
-        if room > 0:
-            self._grow(room)
-        self._make_room(1)
-        return slots
 
     def _grow(self, room: int) -> None:
         if room > len(self._order[0]):

@@ -65,15 +65,6 @@ def room_for(capacity: int, slots: Array) -> int:
     return top + 1 if top >= capacity else 0
 
 
-@kernel
-def room_beyond(capacity: int, slots: Array) -> int:
-    """Return 0 if all valid slots fit, else the capacity needed."""
-    room = 0
-    for s in slots:
-        room = max(room, s + 1 if capacity <= s < SLOT_LIMIT else 0)
-    return room
-
-
 # Record of a slot in the compiled order; the fields that every call reads share a cache line.
 #
 # A slot is resident if `birth` is not 0. Births are never reused, and a child stores its parent's
@@ -1025,12 +1016,7 @@ def choose(heaps: Array, state: Array, now: int) -> int:
 
 @kernel
 def evict(
-    nodes: Array,
-    heaps: Array,
-    state: Array,
-    protected: Array,
-    victims: Array,
-    now: int,
+    nodes: Array, heaps: Array, state: Array, protected: Array, victims: Array, now: int
 ) -> bool:
     """Fill `victims`, or return False with no slot touched.
 

@@ -111,10 +111,18 @@ class LeafOrder(Policy):
 
     def _call(self, kernel: Callable[..., None], slots: Slots, *said: object) -> None:
         """Make a compiled call about slots that may be new, after making room for them."""
-        room = compiled.room_beyond(len(self._order[0]), slots)
+        self._fit(slots)
+        kernel(*self._order, slots, *said)
+
+    def _fit(self, slots: Slots) -> Slots:
+        """Return the valid slot numbers among these, and make room for them."""
+        room = compiled.room_for(len(self._order[0]), slots)
+        if room < 0:
+            slots = slots[(slots >= 0) & (slots < compiled.SLOT_LIMIT)]
+            room = compiled.room_for(len(self._order[0]), slots)
         if room > 0:
             self._grow(room)
-        kernel(*self._order, slots, *said)
+        return slots
 
     def insert(
         self,

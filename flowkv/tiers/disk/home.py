@@ -309,9 +309,7 @@ class Home:
             old = peek_store_id(self._files, str(self.path / JOURNAL))
         if self.owner and (there is None or there.capacity_bytes != capacity_bytes):
             there = there or Superblock(
-                store="flowkv",
-                format=FORMAT,
-                store_id=(old or self._files.random(16)).hex(),
+                store="flowkv", format=FORMAT, store_id=(old or self._files.random(16)).hex()
             )
             there.capacity_bytes = capacity_bytes
             write_superblock(self._files, self.path, there)

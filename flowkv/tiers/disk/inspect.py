@@ -469,8 +469,7 @@ def _meant(
             found |= {digest for digest in shares if digest.startswith(namespace.lower())}
     if not found:
         raise StoreError(
-            f"{path} holds no frames of the namespace {namespace!r}",
-            "`flowkv inspect` lists them",
+            f"{path} holds no frames of the namespace {namespace!r}", "`flowkv inspect` lists them"
         )
     if len(found) > 1 and namespace != UNKNOWN:
         listed = ", ".join(sorted(digest[:16] for digest in found))

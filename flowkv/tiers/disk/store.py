@@ -30,13 +30,7 @@ from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.memory import own_memory
 from flowkv.tiers.base import Load
-from flowkv.tiers.disk.home import (
-    JOURNAL,
-    Home,
-    Superblock,
-    owner_of,
-    write_superblock,
-)
+from flowkv.tiers.disk.home import JOURNAL, Home, Superblock, owner_of, write_superblock
 from flowkv.tiers.disk.journal import (
     CHARGE_BYTES,
     DELETED,

@@ -76,7 +76,6 @@ class IOEngine(Protocol):
     @property
     def name(self) -> str:
         """Return the engine's name: "io_uring", "threads" or "buffered"."""
-        ...
 
     def open(self, path: str, *, write: bool) -> int:
         """Open a regular file for this engine; as `FileIO.open`, with O_DIRECT where `direct`.
@@ -84,7 +83,6 @@ class IOEngine(Protocol):
         Raises:
             OSError: It cannot be opened.
         """
-        ...
 
     def submit(self, operations: Operations) -> None:
         """Start operations, or none if that raises; the array may be reused at once.
@@ -92,22 +90,18 @@ class IOEngine(Protocol):
         Raises:
             StateError: The engine is closed.
         """
-        ...
 
     def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
         """Return the completions so far; wait up to `timeout_s` for the first `least` of them."""
-        ...
 
     def cancel(self, tags: NDArray[np.uint64]) -> None:
         """Ask for an end of operations; each still completes, with -ECANCELED if that worked."""
-        ...
 
     def close(self) -> bool:
         """End operations in flight; False if one never ended: its memory must never be reused.
 
         Safe to call again. Files stay open: they belong to the caller.
         """
-        ...
 
 
 # Completions on their way from an engine to its waiting callers.
