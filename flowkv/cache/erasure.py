@@ -64,8 +64,7 @@ def forget_realm(store: PageStore, realm: Realm) -> int:
     store.stack.drop_bases(lambda tenant, namespace: realm.covers((namespace, tenant, 0)))
     names = _Names(realms=[realm_name(*realm)])
     try:
-        with _alone(store) as problems:
-            problems |= _learn(store, realm) | problems
+        with _alone(store, realm) as problems:
             doomed = [block for block in store.index if realm.holds(block)]
             return _erase(store, doomed, realm, names, problems, realm.holds)
     finally:
@@ -93,8 +92,7 @@ def forget_prompt(store: PageStore, seq: Sequence) -> int:
     shared, realm = [0] * len(seq.blocks), Realm(seq.tenant, seq.namespace)
     store.tails.drop()
     try:
-        with _alone(store) as problems:
-            problems |= _learn(store, realm) | problems
+        with _alone(store, realm) as problems:
             shared = [_doom(store, seq, group, doomed) for group in range(len(seq.blocks))]
             names = _names(seq, shared)
             return _erase(store, list(doomed.values()), realm, names, problems)
@@ -198,11 +196,15 @@ def _names(seq: Sequence, shared: list[int]) -> _Names:
 
 
 @contextmanager
-def _alone(store: PageStore) -> Iterator[dict[int, str]]:
-    """Keep other caches from storing meanwhile; yield the failures by tier number, with reasons."""
+def _alone(store: PageStore, realm: Realm) -> Iterator[dict[int, str]]:
+    """Keep other caches from storing meanwhile, and learn of a realm's frames; yield failures.
+
+    They are reasons by tier number.
+    """
     tiers = store.stack.tiers
     with store.stack.erasure_logs.erasing() as failed:
-        yield {number: f"{tiers[number].name}: {e.problem}" for number, e in failed.items()}
+        told = {number: f"{tiers[number].name}: {e.problem}" for number, e in failed.items()}
+        yield _learn(store, realm) | told
 
 
 def _erase(

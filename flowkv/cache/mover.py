@@ -525,9 +525,7 @@ class Lane:
         ends = list[tuple[Done, list[TierAnswer]]]()
         for request in [*self.schedule]:
             mine = {key for key in request.left if keys is None or key in keys}
-            if not mine or not (request.stores or request.flying):
-                continue
-            if request.flying and keys is None:
+            if not mine or (keys is None if request.flying else not request.stores):
                 continue
             stores = cast(Sequence[Store], request.items)
             if not request.stores:

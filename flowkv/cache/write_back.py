@@ -282,7 +282,7 @@ class WriteBack:
 
     def _complain(self, code: str, message: str) -> None:
         self._stack.bus.emit(Warned(code=code, message=message))
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warnings.warn(message, stacklevel=2)
 
     @property
     def unproven(self) -> int:

@@ -332,7 +332,7 @@ class Home:
 
     def _warn(self, there: Superblock, what: str) -> None:
         found = f"{self.path} has format {there.format}, this version reads {FORMAT}"
-        warnings.warn(f"{found}: {what}", UserWarning, stacklevel=5)
+        warnings.warn(f"{found}: {what}", stacklevel=5)
 
 
 _homes: weakref.WeakSet[Home] = weakref.WeakSet()

@@ -1243,9 +1243,7 @@ class DiskStore:
 
     def _take_over(self) -> bool:
         """Become the owner if there is none, and nothing is being read."""
-        if self._closed or not self._quiet:
-            return False
-        if not self._home.take_over(self._quota.capacity_bytes):
+        if self._closed or not self._quiet or not self._home.take_over(self._quota.capacity_bytes):
             return False
         self._drop_journal()
         self.owner = True

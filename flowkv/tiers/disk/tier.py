@@ -1161,14 +1161,12 @@ class DiskTier:
                 if self._store.obstacle
                 else f"{self._store.owned_by} {path}: this one reads it and stores nothing there"
                 " until the other one is closed",
-                UserWarning,
                 stacklevel=2,
             )
         if self.locked:
             warnings.warn(
                 f"of the frames in {path}, {self.locked:,} are encrypted with another secret and"
                 ' not found: pass integrity="aead" and that secret, or use another directory',
-                UserWarning,
                 stacklevel=2,
             )
 

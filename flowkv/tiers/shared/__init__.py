@@ -445,14 +445,12 @@ class SharedTier(Immediate):
         if self._memory.set_aside:
             warnings.warn(
                 f"{self._memory.path} had another format or was damaged: starting empty",
-                UserWarning,
                 stacklevel=2,
             )
         if self._memory.plan != wanted:
             warnings.warn(
                 f"{self._memory.path} has {self.capacity_bytes} bytes already, not "
                 f"{capacity_bytes}: the size stays. Remove the file to change it.",
-                UserWarning,
                 stacklevel=2,
             )
         self._move_in(self._memory)
