@@ -133,8 +133,9 @@ def _compiler_locks() -> list[Any]:
 
 def _hold_compilers() -> None:
     _HELD.locks = held = []
+    end_s = time.monotonic() + FORK_WAIT_S
     for lock in _compiler_locks():
-        if lock.acquire(timeout=FORK_WAIT_S):
+        if lock.acquire(timeout=max(0.0, end_s - time.monotonic())):
             held.append(lock)
 
 

@@ -119,8 +119,7 @@ def open_beside(path: Path, mode: int = 0o666) -> tuple[Path, BinaryIO]:
         OSError: It cannot be opened, or is to replace a device, a directory, or such.
     """
     with suppress(FileNotFoundError):
-        there = os.lstat(path).st_mode
-        _refuse(stat.S_ISREG(there) or stat.S_ISLNK(there), path)
+        _refuse(stat.S_ISREG(os.stat(path).st_mode), path)  # nor what a link, as /dev/stdout, shows
     stem = path.name[:50]  # names have an end, too
     own = re.compile(rf"\.{re.escape(stem)}\.[0-9a-f]{{16}}\.part")
     for name in filter(own.fullmatch, os.listdir(path.parent)):

@@ -317,11 +317,14 @@ def test_what_cannot_be_written_or_read_says_so(tmp_path: Path) -> None:
         kv.load(tmp_path / "warm.kv")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    for name in ("folder", "pipe"):  # no other thing is replaced, /dev/null neither
+    (tmp_path / "link").symlink_to("pipe")  # as /dev/stdout is one
+    for name in ("folder", "pipe", "link"):  # no other thing is replaced, /dev/null neither
         with pytest.raises(StoreError, match=r"cannot be written \(not a regular file"):
             kv.export(tmp_path / name)
     assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
     (tmp_path / "pipe").unlink()
+    (tmp_path / "link").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     kv.export(tmp_path / "warm.kv")
     before = (tmp_path / "warm.kv").read_bytes()

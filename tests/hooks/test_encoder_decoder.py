@@ -90,6 +90,7 @@ class TestCachesMadeBeforehand:
                     assert logits.shape[1] == stop - low
                 torch.testing.assert_close(logits[:, -1], theirs, rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.skipif(models.OLD, reason="its release cuts no empty cache")
     def test_a_cut_one(self, t5: Any) -> None:
         inputs = text()
         theirs = generate(t5, 6, **inputs)

@@ -182,8 +182,10 @@ class Known:
 
     def refuse(self, key: bytes, was: Fact | None) -> None:
         """Shun a key whose header is damaged for good; listings do not bring it back."""
-        self.mark_missing(key, was, shun=True)
-        self._refused.add(key)
+        with self._changed:
+            self.mark_missing(key, was, shun=True)
+            if key in self._shunned:  # else a store came in between
+                self._refused.add(key)
 
     # ---- stores
 

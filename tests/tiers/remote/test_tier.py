@@ -631,6 +631,18 @@ def test_a_store_whose_engine_ran_out_of_time_is_not_found(
     wait_for(lambda: not engine.objects)
 
 
+def test_a_frame_that_lands_while_its_former_header_is_found_damaged_is_listed_again() -> None:
+    known, key = Known(), key_of(0)
+    known.merge([(key, was := Fact(64))], known.look())
+    assert known.launch(key, 0.0)
+    known.land(key, stored := Fact(64, None, 5))
+    known.refuse(key, was)
+    assert known.usable(key)
+    known.mark_missing(key, stored)  # as where the index is full
+    known.merge([(key, stored)], known.look())
+    assert known.usable(key), "an erasure must find it"
+
+
 def test_deletions_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowkv.tiers.remote.tier.MOST_GONE", 2)
     known = Known()
