@@ -120,11 +120,12 @@ class _Generation:
             answer = engine.submit(ids[0], max_new_tokens=limit, **more)
         except (errors.CapacityError, errors.ConfigError, errors.UnsupportedModelError):
             with alone:  # images, beams, ...: as without an engine
-                cache, told = engine.kv.cache(**given, **care), list[None]()
+                cache, told = engine.kv.cache(**given, **care), list[int]()
 
                 def stops(*_: Any, **__: Any) -> bool:  # behind the first forward, before the end
                     if not told:
-                        told.append(call.record_reuse(engine.kv, getattr(cache, "reused", 0)))
+                        told.append(getattr(cache, "reused", 0))
+                        call.record_reuse(engine.kv, told[0])
                     return call.gone
 
                 given |= {Names(self._model).cache: cache, "streamer": streamer}
