@@ -195,21 +195,18 @@ _STILL = np.zeros((1, 0), np.float32)
 
 
 @kept(nogil=True)
-def finish(coded, chunk, shape, out, place, own, turn):  # type: ignore[no-untyped-def]
+def finish(coded, shape, out, place, own, turn):  # type: ignore[no-untyped-def]
     """Write elements of a page's chunk, of keys in their rotation.
 
     Args:
-        coded: Coarse coefficients float32 `[axes, tokens]` of all pages, what `BasisChunk.sums`
-            returned for them, the row in the next one of tokens that are stored whole, else -1, i32
-            `[tokens]`, and these float32 `[rows, n]`.
-        chunk: `BasisChunk.parts`.
+        coded: What `BasisChunk.synthesise` wrote for some pages, and the units of the second part.
         shape: Number of the page, first layer within the chunk, heads, dim, tokens of a page.
         out: Memory float32 of layers.
         place: Index of the first element, and strides of layers and heads.
         own: Layers that are written, bool `[layers]`.
         turn: Their rotation, see `KeyTurns.of_chunk`.
     """
-    (coarse, sums, kept_at, whole), (mean, axes, scale) = coded, chunk
+    base, sums, scale = coded
     (page, first, heads, dim, tokens), (begin, deep, wide), (cos, sin) = shape, place, turn[:2]
     angles = cos[page * tokens :], sin[page * tokens :]
     for layer in range(len(own)):
@@ -217,24 +214,16 @@ def finish(coded, chunk, shape, out, place, own, turn):  # type: ignore[no-untyp
             continue
         for head in range(heads):
             at, to = ((first + layer) * heads + head) * dim, begin + layer * deep + head * wide
-            middle, units = mean[at : at + dim], scale[at : at + dim]
+            units = scale[at : at + dim]
             for token in range(page * tokens, (page + 1) * tokens):
-                row, to = out[to : to + dim], to + dim
-                if kept_at[token] >= 0:
-                    same = whole[kept_at[token], at : at + dim]
-                    for n in range(dim):  # `row[:] = same` takes 4 seconds to compile
-                        row[n] = same[n]
-                else:
-                    sized = sums[token, at : at + dim]
-                    for n in range(dim):
-                        row[n] = middle[n] + units[n] * np.float32(sized[n])
-                    for k in range(0, len(axes), 4):
-                        a, b = coarse[k, token], coarse[k + 1, token]
-                        c, d = coarse[k + 2, token], coarse[k + 3, token]
-                        x, y = axes[k, at : at + dim], axes[k + 1, at : at + dim]
-                        z, w = axes[k + 2, at : at + dim], axes[k + 3, at : at + dim]
-                        for n in range(dim):
-                            row[n] += (a * x[n] + b * y[n]) + (c * z[n] + d * w[n])
+                x, y, row = (
+                    base[token, at : at + dim],
+                    sums[token, at : at + dim],
+                    out[to : to + dim],
+                )
+                for n in range(dim):
+                    row[n] = x[n] + units[n] * np.float32(y[n])
+                to += dim
             if cos.shape[1]:
                 _rotate(out[to - tokens * dim : to].reshape(tokens, dim), *angles, *turn[2:])
 
@@ -334,7 +323,6 @@ class BasisChunk:
     Attributes:
         axes: Number of axes.
         coarse_axes: Number of those that are multiplied as floats.
-        parts: Mean, elements along these axes and some of zeros, up to a multiple of 4, and scale.
     """
 
     def __init__(
@@ -349,9 +337,7 @@ class BasisChunk:
     ) -> None:
         self.mean, self.metric, self.classes = torch.from_numpy(mean), metric, classes
         self.axes, self.coarse_axes = len(classes), len(coarse)
-        self.parts = mean, np.pad(coarse, ((0, -len(coarse) % 4), (0, 0))), scale
-        self.coarse = torch.from_numpy(self.parts[1][: len(coarse)])
-        self.fine, self.scale = torch.from_numpy(fine), scale
+        self.coarse, self.fine, self.scale = torch.from_numpy(coarse), torch.from_numpy(fine), scale
         whole = np.concatenate([coarse, fine * scale])
         apart = whole.reshape(self.axes, *metric.shape[:-1])
         priced = np.einsum("alhd,lhde->alhe", apart, metric).reshape(self.axes, -1)
@@ -368,17 +354,29 @@ class BasisChunk:
         out[:, self.coarse_axes :] = x.to(_SHORT) @ self._analysis[1]
         return out.round_()
 
-    def sums(self, fine: torch.Tensor, out: torch.Tensor) -> None:
-        """Write sums i32 `[tokens, n]`, in units of `scale`.
+    def synthesise(
+        self,
+        coarse: torch.Tensor,
+        fine: torch.Tensor,
+        base: torch.Tensor,
+        sums: torch.Tensor,
+        size: int,
+    ) -> None:
+        """Write two parts of the elements `[tokens, n]`.
 
         Args:
-            fine: Coefficients behind the coarse ones, i8 `[tokens, axes]`.
-            out: Memory of the sums.
+            coarse: Coefficients of the first axes, float32 `[axes, tokens]`.
+            fine: Those of the others, i8.
+            base: Memory of the first part, float32.
+            sums: Memory of the second one, i32, in units of `scale`.
+            size: Tokens of a page: floats are added in the same order for each, whatever is beside.
         """
-        if fine.shape[1] and multiplies_bytes():
-            torch._int_mm(fine, self.fine, out=out)
+        for own, out in zip(coarse.split(size, 1), base.split(size), strict=True):
+            torch.addmm(self.mean, own.T, self.coarse, out=out)
+        if len(fine) and multiplies_bytes():
+            torch._int_mm(fine.T, self.fine, out=sums)
         else:  # whole numbers below 2**24, the same
-            out.copy_(fine.float() @ self.fine.float())
+            sums.copy_(fine.T.float() @ self.fine.float())
 
 
 class Basis:

@@ -237,8 +237,7 @@ class PageCoder:
             here = range(max(first, place.layers.start), min(end, place.layers.stop))
             if not here:
                 continue
-            coded = self._coefficients(number, data, parts[:, number], sound)
-            given = coded, self.basis.chunks[number].parts
+            coded = self._elements(number, data, parts[:, number], sound)
             turns = self.basis.turns.of_chunk(here, None if place.side else starts, size)
             written = slice(here.start - first, here.stop - first)
             form = here.start - place.layers.start, *shape_of(place, self.layout)[1:], size
@@ -251,17 +250,15 @@ class PageCoder:
                 out = np.frombuffer(memory, np.float32, memory.nbytes // 4)
                 strides = side.storage_offset(), *side.stride()[:2]
                 for turn in turns:
-                    finish(*given, (page, *form), out, strides, *turn)
+                    finish(coded, (page, *form), out, strides, *turn)
                 if self._dtype is torch.float16:  # what is near its end may come back beyond it
                     side.clamp_(-65504.0, 65504.0)
                 if side is not view:
                     view.copy_(side)
         return [bool(one) for one in sound]
 
-    def _coefficients(
-        self, number: int, data: bytes, parts: Array, sound: Array
-    ) -> tuple[Array, ...]:
-        """Decode the coefficients of a chunk of some pages; return what `finish` needs of them.
+    def _elements(self, number: int, data: bytes, parts: Array, sound: Array) -> tuple[Array, ...]:
+        """Decode a chunk of some pages: return two parts of its elements, as `finish` takes them.
 
         Args:
             number: Number of the chunk.
@@ -270,25 +267,24 @@ class PageCoder:
             sound: Which pages are sound so far; cleared for those that are not.
         """
         chunk, size = self.basis.chunks[number], self.layout.page_size
-        (padded, n), tokens, count = chunk.parts[1].shape, size * len(parts), 0
-        coarse = _SCRATCH.array("coarse", np.float32, padded, tokens)
+        n, tokens = len(chunk.mean), size * len(parts)
+        coarse = _SCRATCH.array("coarse", np.float32, chunk.coarse_axes, tokens)
         fine = _SCRATCH.array("fine", np.int8, chunk.axes - chunk.coarse_axes, tokens)
         sums = _SCRATCH.array("sums", np.int32, tokens, n)
-        own, coarse[chunk.coarse_axes :] = coarse[: chunk.coarse_axes], 0
-        sound &= self.basis.tables.decode(data, parts, chunk.classes, own, fine)
-        chunk.sums(torch.from_numpy(fine).T, torch.from_numpy(sums))
-        rows, where = [np.empty((0, n), np.float32)], np.full(tokens, -1, np.int32)
+        base = _SCRATCH.array("base", np.float32, tokens, n)
+        sound &= self.basis.tables.decode(data, parts, chunk.classes, coarse, fine)
+        chunk.synthesise(*map(torch.from_numpy, (coarse, fine, base, sums)), size)
         for page in parts[:, 3].nonzero()[0].tolist():
             start, words, literals, some = parts[page].tolist()
             at = start + 2 * (words + literals)
             index, at = np.frombuffer(data, np.uint8, some, at).astype(np.int64), at + some
             if sound[page] and (index < size).all():
                 kept = torch.from_numpy(np.frombuffer(data, np.int16, n * some, at).copy())
-                rows.append(kept.view(self._short).view(some, n).float().numpy())
-                where[page * size + index] = np.arange(count, count := count + some)
+                base[page * size + index] = kept.view(self._short).view(some, n).float().numpy()
+                sums[page * size + index] = 0
             else:
                 sound[page] = False
-        return coarse, sums, where, np.concatenate(rows)
+        return base, sums, chunk.scale
 
     def parts(self, data: memoryview) -> tuple[int, NDArray[np.int64]] | None:
         """Return the number of a coded page, and where its chunks lie; None if it is none of these.
