@@ -354,15 +354,8 @@ class BasisChunk:
         out[:, self.coarse_axes :] = x.to(_SHORT) @ self._analysis[1]
         return out.round_()
 
-    def synthesise(
-        self,
-        coarse: torch.Tensor,
-        fine: torch.Tensor,
-        base: torch.Tensor,
-        sums: torch.Tensor,
-        size: int,
-    ) -> None:
-        """Write two parts of the elements `[tokens, n]`.
+    def synthesise(self, coarse: Any, fine: Any, base: Any, sums: Any, size: int) -> None:
+        """Write two parts of the elements `[tokens, n]`, arrays.
 
         Args:
             coarse: Coefficients of the first axes, float32 `[axes, tokens]`.
@@ -371,12 +364,14 @@ class BasisChunk:
             sums: Memory of the second one, i32, in units of `scale`.
             size: Tokens of a page: floats are added in the same order for each, whatever is beside.
         """
-        for own, out in zip(coarse.split(size, 1), base.split(size), strict=True):
-            torch.addmm(self.mean, own.T, self.coarse, out=out)
+        low, high, first, second = map(torch.from_numpy, (fine.T, coarse.T, base, sums))
+        for at in range(0, len(base), size):
+            own = slice(at, at + size)
+            torch.addmm(self.mean, high[own], self.coarse, out=first[own])
         if len(fine) and multiplies_bytes():
-            torch._int_mm(fine.T, self.fine, out=sums)
+            torch._int_mm(low, self.fine, out=second)
         else:  # whole numbers below 2**24, the same
-            sums.copy_(fine.T.float() @ self.fine.float())
+            second.copy_(low.float() @ self.fine.float())
 
 
 class Basis:

@@ -273,7 +273,7 @@ class PageCoder:
         sums = _SCRATCH.array("sums", np.int32, tokens, n)
         base = _SCRATCH.array("base", np.float32, tokens, n)
         sound &= self.basis.tables.decode(data, parts, chunk.classes, coarse, fine)
-        chunk.synthesise(*map(torch.from_numpy, (coarse, fine, base, sums)), size)
+        chunk.synthesise(coarse, fine, base, sums, size)
         for page in parts[:, 3].nonzero()[0].tolist():
             start, words, literals, some = parts[page].tolist()
             at = start + 2 * (words + literals)
