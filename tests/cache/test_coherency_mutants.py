@@ -172,11 +172,11 @@ def both_forget(world: World) -> None:
     before = erasure._alone
 
     @contextmanager
-    def late(store: PageStore) -> Iterator[dict[int, str]]:
+    def late(store: PageStore, realm: erasure.Realm) -> Iterator[dict[int, str]]:
         if store is b.planner.store:  # who forgets has looked, and has no lock yet
             world.patch.setattr(erasure, "_alone", before)
             world.seen.forget(a, "a")
-        with before(store) as problems:
+        with before(store, realm) as problems:
             yield problems
 
     world.patch.setattr(erasure, "_alone", late)
