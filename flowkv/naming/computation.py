@@ -953,6 +953,9 @@ class Walk:
             if not own:
                 self._reject(f"torch.Tensor.{name}", "patched")
             self._watch_names(torch.Tensor, [name])
+        kinds = {tensor.device.type.upper() for tensor in self.tensors.values()}
+        native = [name for name, key in _native() if key in kinds]  # whose number stays the same
+        self._watch(lambda: [*map(_dump, native)])
         overrides = _overrides()
         if overrides:
             self._reject(
@@ -1009,21 +1012,34 @@ _READINGS: dict[tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]] = {}
 
 
 def _overrides() -> set[str]:
-    """Return torch's operators that Python code overrides, on keys where torch itself has none.
+    """Return torch's operators that Python code outside torch overrides.
 
     An operator stays in the set for good: torch may lose its entry when an override is repeated.
     """
-    found = [name for name in torch.library._impls if name.startswith("aten/")]
-    _SEEN.update(
-        n for n in found if not n.startswith("aten/_") and n.rpartition("/")[2] not in _APART
-    )
+    for (name, key), nodes in _native().items():
+        if not all(_genuine(f) for node in nodes for f in (node.cond_fn, node.impl_fn)):
+            _SEEN.add(f"aten/{name}/{key}")
+    for override in [*torch.library._impls]:
+        library, name, key = override.split("/")
+        if library == "aten" and key != "Meta":
+            files = re.findall(rf"^{key}(?: \(inactive\))?: registered at (.*):\d", _dump(name), re.M)
+            if not all(file.startswith(_TORCH) or file.endswith(_IN_C) for file in files):
+                _SEEN.add(override)
     return _SEEN
 
 
 _SEEN: set[str] = set()
+_TORCH, _IN_C = f"{Path(torch.__file__).parent}{os.sep}", (".cpp", ".h", ".cu", ".cuh", ".mm")
 
 
-_APART = frozenset({"Meta", "MPS", "AutogradMeta", "Python", "Functionalize", "FuncTorchBatched"})
+def _native() -> dict[tuple[str, str], Any]:
+    """Return the overrides that torch itself makes in Python, by operator and dispatch key."""
+    return dict(getattr(sys.modules.get("torch._native.registry"), "_graphs", {}))
+
+
+def _dump(name: str) -> str:
+    """Return a text with the kernels of an operator, and where each was registered."""
+    return str(torch._C._dispatch_dump(f"aten::{name}"))  # type: ignore[attr-defined]
 
 
 # ---- code

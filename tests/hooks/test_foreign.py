@@ -360,15 +360,32 @@ def recompile(model: Model, value: float, plain: Any = LLAMA.rotate_half.__code_
 OVERRIDES: list[Any] = []
 
 
-def override(model: Model, value: float) -> None:
-    if value != 1.0 and OVERRIDES:
-        return  # torch forgets an override that is made again, see docs/explain/exactness.md
-    for library in OVERRIDES:
-        library._destroy()
-    OVERRIDES.clear()
-    if value != 1.0:
-        OVERRIDES.append(torch.library.Library("aten", "IMPL"))
-        OVERRIDES[0].impl("silu", lambda x: torch.relu(x) * value, "CPU")
+def overridden(name: str, function: Callable[[float], Any], *, torchs: bool = False) -> Attack:
+    """An attack by an operator, which torch itself has overridden before if `torchs`."""
+
+    def override(model: Model, value: float) -> None:
+        if value != 1.0 and len(OVERRIDES) > torchs:
+            return  # torch forgets an override that is made again, see docs/explain/exactness.md
+        while OVERRIDES:
+            OVERRIDES.pop()._destroy()
+        if torchs:
+            code = f"library.impl({name!r}, function, 'CPU')"
+            library = torch.library.Library("aten", "IMPL")
+            exec(compile(code, torch.library.__file__, "exec"), {**locals(), "function": function(1.0)})
+            OVERRIDES.append(library)
+        if value != 1.0:
+            OVERRIDES.append(torch.library.Library("aten", "IMPL"))
+            OVERRIDES[-1].impl(name, function(value), "CPU")
+
+    return of_model(override)
+
+
+def silu(value: float) -> Any:
+    return lambda x: x * torch.sigmoid(x) * value
+
+
+def attend(value: float) -> Any:
+    return lambda q, *beside, **named: (q * value, q[..., 0])
 
 
 PATCHED: dict[str, Attack] = {
@@ -404,7 +421,9 @@ PATCHED: dict[str, Attack] = {
         lambda plain: lambda *args: chosen_registry(-3.0)["sdpa"],
     ),
     "recompiled": of_model(recompile),
-    "operator": of_model(override),
+    "operator": overridden("silu", silu),
+    "operator_within": overridden("_scaled_dot_product_flash_attention_for_cpu", attend),
+    "operator_that_torch_overrides": overridden("silu", silu, torchs=True),
 }
 ATTACKS = {
     f"{kind}_{name}": attack
