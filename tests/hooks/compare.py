@@ -37,6 +37,13 @@ def forward(model: Any, ids: torch.Tensor, cache: Any = None, **given: Any) -> t
     return logits
 
 
+def filled(model: Any, ids: torch.Tensor, **given: Any) -> Any:
+    """A cache with the keys and values of some tokens."""
+    cache = DynamicCache(config=model.config.get_text_config())
+    forward(model, ids, cache, **given)
+    return cache
+
+
 def turns(model: Any, new_tokens: int = 20, **options: Any) -> tuple[Any, Any, Any, Any]:
     """Prompt and answer of two turns of a chat."""
     prompt = models.prompt(70)
