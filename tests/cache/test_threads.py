@@ -16,27 +16,8 @@ from flowkv.testing import MemoryTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import lasting
 from tests.cache.toy import advance, check_content, make_kv, opened, prefill, published, write
+from tests.clock import together
 from tests.inside import CURRENT, CapacityError, StateError
-
-
-def together(*works: Callable[[], None]) -> None:
-    """Runs functions in threads and raises what they raise."""
-    problems: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as problem:
-            problems.append(problem)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "the cache is stuck"
-    for problem in problems:
-        raise problem
 
 
 def worker(kv: KV, number: int) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,19 @@ def nano() -> Nano:
 def behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands in for a device that runs behind: tokens are read a step late."""
     monkeypatch.setattr(engine_engine, "runs_behind", lambda logits: True)
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each step that ran over tokens that were not read yet."""
+    seen, own = list[int](), engine_engine.follow
+
+    def follow(runner: Any, parts: Any, ids: Any) -> Any:
+        seen.append(len(parts))
+        return own(runner, parts, ids)
+
+    monkeypatch.setattr(engine_engine, "follow", follow)
+    return seen
 
 
 @pytest.fixture

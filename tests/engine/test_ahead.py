@@ -30,19 +30,6 @@ PROMPTS = prompts(9)
 LIMITS = (1, 2, 3, 9, 20, 17, 30, 2, 12)
 
 
-@pytest.fixture
-def followed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each step that ran over tokens that were not read yet."""
-    seen, own = list[int](), engine_engine.follow
-
-    def follow(runner: Any, parts: Any, ids: Any) -> Any:
-        seen.append(len(parts))
-        return own(runner, parts, ids)
-
-    monkeypatch.setattr(engine_engine, "follow", follow)
-    return seen
-
-
 def submit(engine: Engine, prompt: list[int], limit: int, **fields: Any) -> Answer:
     """Hands a request in; nothing runs before the next turn."""
     request = make_request(prompt, {"max_new_tokens": limit} | fields)

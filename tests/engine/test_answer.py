@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from concurrent.futures import wait
 from functools import partial
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from flowkv import Answer, Completion, Engine
+from tests.clock import together
 from tests.engine.nano import Gate, Nano, make_kv, settled
 from tests.inside import AnswerSource, Finished, _Ear, compiling, tell
 from tests.inside import request as answer_module
@@ -38,11 +38,7 @@ def test_the_first_token_comes_before_the_last_is_made(engine: Engine) -> None:
 def test_many_listen_to_one(engine: Engine, nano: Nano) -> None:
     answer = engine.submit([3], max_new_tokens=60)
     heard: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: heard.append(list(answer))) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    together(*[lambda: heard.append(list(answer))] * 6)
     assert heard == [nano.alone([3], 60)] * 6
     assert not answer.heard, "and go when they have heard all"
 

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import flowkv
 from flowkv import Completion, Engine, Request
 from flowkv.policy.scheduling import FirstCome
 from tests.engine.nano import PAGE, VOCABULARY, Nano, make_kv, prompts
@@ -50,7 +49,7 @@ def test_requests_get_the_tokens_that_the_model_makes_alone(engine: Engine) -> N
     given = prompts(9)
     wanted = [model(engine).alone(prompt, 7) for prompt in given]
     done = engine.run(given, max_new_tokens=7)
-    assert tokens(done) == wanted
+    assert tokens(done) == wanted and not engine.kv._open and engine._loop.idle
     assert all(one.reason == "length" for one in done)
     assert [one.prompt_tokens for one in done] == [len(prompt) for prompt in given]
     answers = [engine.submit(prompt, max_new_tokens=7) for prompt in given]
@@ -144,8 +143,9 @@ def test_no_more_wait_than_may_while_they_are_taken_in() -> None:
 
 
 def test_one_wrong_request_and_none_is_served(engine: Engine) -> None:
-    with pytest.raises(TokenError):
+    with pytest.raises(TokenError, match="empty") as refused:
         engine.run([[1], [2], []])
+    assert "number 2 of" in refused.value.__notes__[0]
     assert engine._loop.idle and not engine._inbox.pending and not model(engine).calls
 
 
@@ -212,17 +212,14 @@ def test_what_cannot_be_served_is_refused(
     assert engine.run([[1]], max_new_tokens=1)[0].reason == "length", "and nothing is broken"
 
 
-def test_run_says_which_request_is_refused(engine: Engine) -> None:
-    with pytest.raises(TokenError, match="empty") as refused:
-        engine.run([[1], [2], []])
-    assert "number 2 of" in refused.value.__notes__[0]
-
-
 def test_an_engine_whose_cache_is_closed_refuses_requests() -> None:
     with make_kv() as kv:
         engine = Engine(Nano(), kv)
     with pytest.raises(StateError, match="cache is closed"):
         engine.submit([1])
+    for _ in range(2):
+        with pytest.raises(StateError):
+            engine.run([[1]])
     engine.close()
 
 
@@ -339,11 +336,6 @@ def test_common_beginnings_are_computed_once(engine: Engine) -> None:
     assert model(engine).tokens - before == 2
 
 
-def test_nothing_is_left_open(engine: Engine) -> None:
-    engine.run(prompts(6), max_new_tokens=3)
-    assert not engine.kv._open and engine._loop.idle
-
-
 def test_what_is_over_can_be_forgotten(engine: Engine) -> None:
     answer = engine.submit([1, 2], max_new_tokens=2, deadline_s=1000.0)
     answer.result(90)
@@ -364,14 +356,3 @@ def test_same_requests_same_tokens_whatever_the_seed_of_time() -> None:
             asked = {"do_sample": True, "temperature": 1.5}
             found.append(tokens(engine.run(given, max_new_tokens=6, options=asked)))
     assert found[0] == found[1] == found[2]
-
-
-def test_a_closed_cache_fails_requests_and_not_the_process() -> None:
-    kv = make_kv()
-    engine = Engine(Nano(), kv)
-    kv.close()
-    with pytest.raises(flowkv.FlowKVError):
-        engine.run([[1]])
-    with pytest.raises(StateError):
-        engine.run([[1]])
-    engine.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv import KV, Answer, Engine, Request
+from flowkv import KV, Answer, Engine, Request, Sequence
 from flowkv.policy.scheduling import FirstCome, Job
 from tests.engine.nano import Nano, make_kv, prompts
 from tests.inside import CapacityError, Finished, PackedRunner, StateError, own_model
@@ -22,11 +23,6 @@ POISON = 60
 
 class Poisoned(Exception):
     """What a forward raises that sees poison."""
-
-
-@pytest.fixture
-def nano() -> Nano:
-    return Nano()
 
 
 @pytest.fixture
@@ -367,12 +363,19 @@ def test_an_interrupted_run_leaves_the_engine_in_order(nano: Nano, kv: KV, where
 # ---- pages that others hold
 
 
-def test_pages_that_others_hold_are_waited_for(nano: Nano) -> None:
+@contextmanager
+def hogged(nano: Nano, patience_s: float) -> Iterator[tuple[Engine, Sequence]]:
+    """An engine, and a sequence that holds nearly all pages."""
     kv = make_kv(pages=8, max_rows=4)
-    with kv, Engine(nano, kv, max_rows=2, patience_s=90.0) as engine:
+    with kv, Engine(nano, kv, max_rows=2, patience_s=patience_s) as engine:
         hog = kv.open([1] * 60)
         for step in kv.prefill([hog]):
             nano(step.tokens, step.positions)
+        yield engine, hog
+
+
+def test_pages_that_others_hold_are_waited_for(nano: Nano) -> None:
+    with hogged(nano, 90.0) as (engine, hog):
         answer = engine.submit([5] * 20, max_new_tokens=4)
         with pytest.raises(TimeoutError):
             answer.result(0.1)
@@ -381,11 +384,7 @@ def test_pages_that_others_hold_are_waited_for(nano: Nano) -> None:
 
 
 def test_and_not_for_ever(nano: Nano) -> None:
-    kv = make_kv(pages=8, max_rows=4)
-    with kv, Engine(nano, kv, max_rows=2, patience_s=0.05) as engine:
-        hog = kv.open([1] * 60)
-        for step in kv.prefill([hog]):
-            nano(step.tokens, step.positions)
+    with hogged(nano, 0.05) as (engine, hog):
         with pytest.raises(CapacityError):
             engine.run([[5] * 20], max_new_tokens=4)
         hog.close()

@@ -176,15 +176,8 @@ def test_chunks_of_prompts_end_where_states_are_worth_saving(name: str, budget: 
     ids=str,
 )
 def test_tokens_that_are_read_a_step_late_are_those_of_generate(
-    kv: flowkv.KV, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kv: flowkv.KV, options: dict[str, Any], followed: list[int]
 ) -> None:
-    followed, own = list[int](), engine_engine.follow
-
-    def follow(runner: Any, parts: Any, ids: Any) -> Any:
-        followed.append(len(parts))
-        return own(runner, parts, ids)
-
-    monkeypatch.setattr(engine_engine, "follow", follow)
     wanted = []
     for seed, prompt in enumerate(PROMPTS):
         torch.manual_seed(seed)

@@ -37,9 +37,7 @@ def _traced(code: CodeType) -> bool:
     if code.co_filename == sampling.__file__:
         # Only that: one choice that is interrupted by half cannot be made again.
         return code.co_name == "draw"
-    return (
-        code.co_filename in (serving.__file__, scheduler.__file__) and code.co_qualname in METHODS
-    )
+    return code.co_filename in FILES and code.co_qualname in METHODS
 
 
 class Interrupt:

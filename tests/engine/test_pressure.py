@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -182,69 +184,65 @@ def test_the_longest_request_that_is_taken_fits(codec: str) -> None:
 # ---- prefixes on their way
 
 
-def linked(per_poll: int = 1, **options: Any) -> tuple[Link, Pressed]:
+@contextmanager
+def linked(per_poll: int = 1, **options: Any) -> Iterator[tuple[Link, Pressed]]:
     """An engine whose cache has known the prompt, which now lies on a link."""
     link = Link(per_poll=per_poll)
     kv = make_kv(geometry(), pages=40, tiers=[link], **options)
     published(kv, PROMPT)
     evict(kv)
-    return link, Pressed(kv)
+    with pressed(kv) as one:
+        yield link, one
 
 
 def test_others_go_on_while_a_prefix_comes() -> None:
-    link, one = linked(per_poll=0)
-    other = one.submit([9, 8, 7], 60)
-    one.turn(2)
-    live = one.submit(PROMPT)
-    for _ in range(12):
-        made_so_far = len(other.tokens)
-        one.turn()
-        one.audit()
-        assert len(other.tokens) == made_so_far + 1
-    # What its loads bring is not computed meanwhile, which would slow the other one down.
-    assert live.state == COMING and live.ready == 0
-    link.per_poll = 100
-    for _ in range(200):
-        one.turn()
-        if live.state != COMING:
-            break
-    # By a slow clock the link was late: then one page is computed after all.
-    assert live.state != COMING and live.reused >= 29 - PAGE
-    one.run()
-    check(live, PROMPT)
-    assert live.answer.result(0).restore_s > 0.0
-    one.finish()
-    one.kv.close()
+    with linked(per_poll=0) as (link, one):
+        other = one.submit([9, 8, 7], 60)
+        one.turn(2)
+        live = one.submit(PROMPT)
+        for _ in range(12):
+            made_so_far = len(other.tokens)
+            one.turn()
+            one.audit()
+            assert len(other.tokens) == made_so_far + 1
+        # What its loads bring is not computed meanwhile, which would slow the other one down.
+        assert live.state == COMING and live.ready == 0
+        link.per_poll = 100
+        for _ in range(200):
+            one.turn()
+            if live.state != COMING:
+                break
+        # By a slow clock the link was late: then one page is computed after all.
+        assert live.state != COMING and live.reused >= 29 - PAGE
+        one.run()
+        check(live, PROMPT)
+        assert live.answer.result(0).restore_s > 0.0
 
 
 def test_where_nobody_else_computes_the_rest_is_computed_behind_the_loads() -> None:
-    _, one = linked()
-    live = one.submit([*PROMPT, 6, 6])
-    turns = one.run()
-    check(live, [*PROMPT, 6, 6])
-    assert live.reused >= PAGE and turns < 40
-    one.finish()
-    one.kv.close()
+    with linked() as (_, one):
+        live = one.submit([*PROMPT, 6, 6])
+        turns = one.run()
+        check(live, [*PROMPT, 6, 6])
+        assert live.reused >= PAGE and turns < 40
 
 
 def test_a_request_that_is_over_behind_its_loads_tells_of_them() -> None:
-    link, one = linked(per_poll=0)
-    one.kv.restores.policy.next_compute = lambda state, among: Suffix(min(among), 0)  # type: ignore
-    forward = one.model
+    with linked(per_poll=0) as (link, one):
+        one.kv.restores.policy.next_compute = lambda state, among: Suffix(min(among), 0)  # type: ignore
+        forward = one.model
 
-    def slow(step: Step, last: torch.Tensor) -> torch.Tensor:
-        link.per_poll = 100  # nothing has come before
-        return forward(step, last)
+        def slow(step: Step, last: torch.Tensor) -> torch.Tensor:
+            link.per_poll = 100  # nothing has come before
+            return forward(step, last)
 
-    one.loop.runner._forward = slow  # type: ignore[attr-defined]
-    live = one.submit(PROMPT, 1)
-    one.run()
-    assert live.moves == 2, "it never ran without them"
-    done = live.answer.result(0)
-    # But for the moment that the page behind the whole ones is given.
-    assert done.reused_tokens == 24 and done.restore_s > 0.0 and done.exposed_s < 0.5
-    one.finish()
-    one.kv.close()
+        one.loop.runner._forward = slow  # type: ignore[attr-defined]
+        live = one.submit(PROMPT, 1)
+        one.run()
+        assert live.moves == 2, "it never ran without them"
+        done = live.answer.result(0)
+        # But for the moment that the page behind the whole ones is given.
+        assert done.reused_tokens == 24 and done.restore_s > 0.0 and done.exposed_s < 0.5
 
 
 class Reticent(RestorePolicy):
@@ -278,83 +276,75 @@ def test_a_policy_that_leaves_the_rest_open_ends_the_restore(
     front: int, back: int, company: bool
 ) -> None:
     """Its plan has an end: what it left is loaded or computed behind it, as `KV.prefill` does."""
-    _, one = linked(per_poll=100)
-    one.kv.restores.policy = Reticent(front, back)
-    if company:
-        one.submit([9, 8, 7], 30)
-        one.turn(2)
-    live = one.submit(PROMPT)
-    one.run(500)
-    check(live, PROMPT)
-    one.finish()
-    one.kv.close()
+    with linked(per_poll=100) as (_, one):
+        one.kv.restores.policy = Reticent(front, back)
+        if company:
+            one.submit([9, 8, 7], 30)
+            one.turn(2)
+        live = one.submit(PROMPT)
+        one.run(500)
+        check(live, PROMPT)
 
 
 @pytest.mark.parametrize("how", ["lost", "hangs"])
 @pytest.mark.parametrize("company", [True, False])
 def test_what_does_not_come_is_computed(how: str, company: bool) -> None:
-    link, one = linked(load_deadline_s=0.1)
-    link.trouble = Trouble(fail=1.0) if how == "lost" else Trouble(hang=1.0)
-    if company:
-        one.submit([9, 8, 7], 30)
-        one.turn(2)
-    live = one.submit(PROMPT)
-    one.run(200_000)
-    check(live, PROMPT)
-    link.release()
-    one.finish()
-    one.kv.close()
+    with linked(load_deadline_s=0.1) as (link, one):
+        link.trouble = Trouble(fail=1.0) if how == "lost" else Trouble(hang=1.0)
+        if company:
+            one.submit([9, 8, 7], 30)
+            one.turn(2)
+        live = one.submit(PROMPT)
+        one.run(200_000)
+        check(live, PROMPT)
+        link.release()
 
 
 @pytest.mark.parametrize("what", ["cancel", "preempt", "forget"])
 def test_a_prefix_that_is_not_wanted_any_more_leaves_nothing(what: str) -> None:
-    link, one = linked(per_poll=0)
-    other = one.submit([9, 8, 7], 40)
-    one.turn(2)
-    live = one.submit(PROMPT)
-    one.turn(3)
-    assert live.state == COMING
-    if what == "cancel":
-        live.answer.cancel()
-    elif what == "preempt":
-        one.preempt(live, True)  # what is on its way cannot be set aside
-        assert live.state == WAITING and live.preempted == 1
-    else:
-        one.kv.forget(PROMPT)
-    one.audit()
-    one.turn(2)
-    one.audit()
-    link.per_poll = 1
-    one.run()
-    check(other, [9, 8, 7], 40)
-    if what == "cancel":
-        assert live.answer.result(0).reason == "cancelled"
-    else:
-        check(live, PROMPT)
-    waited = live.answer.result(0)
-    assert 0.0 < waited.exposed_s <= waited.restore_s
-    one.finish()
-    one.kv.close()
+    with linked(per_poll=0) as (link, one):
+        other = one.submit([9, 8, 7], 40)
+        one.turn(2)
+        live = one.submit(PROMPT)
+        one.turn(3)
+        assert live.state == COMING
+        if what == "cancel":
+            live.answer.cancel()
+        elif what == "preempt":
+            one.preempt(live, True)  # what is on its way cannot be set aside
+            assert live.state == WAITING and live.preempted == 1
+        else:
+            one.kv.forget(PROMPT)
+        one.audit()
+        one.turn(2)
+        one.audit()
+        link.per_poll = 1
+        one.run()
+        check(other, [9, 8, 7], 40)
+        if what == "cancel":
+            assert live.answer.result(0).reason == "cancelled"
+        else:
+            check(live, PROMPT)
+        waited = live.answer.result(0)
+        assert 0.0 < waited.exposed_s <= waited.restore_s
 
 
 def test_waiting_requests_come_nearer() -> None:
-    link, one = linked(prefetch="off")
-    one.loop.turns.limits = one.loop.turns.limits._replace(max_rows=1)
-    first = one.submit([9, 8, 7], 30)
-    one.turn(2)
-    assert not link.asked
-    live, twin = one.submit(PROMPT), one.submit(PROMPT)
-    one.turn(12)
-    one.audit()
-    assert link.asked and live.state == WAITING
-    assert one.kv.explain([*PROMPT, 0]).residency.get("device", 0) == 24
-    twin.answer.cancel()
-    one.run()
-    check(first, [9, 8, 7], 30)
-    check(live, PROMPT)
-    assert live.reused == 29 and live.restore_s == 0.0  # it was there when its turn came
-    one.finish()
-    one.kv.close()
+    with linked(prefetch="off") as (link, one):
+        one.loop.turns.limits = one.loop.turns.limits._replace(max_rows=1)
+        first = one.submit([9, 8, 7], 30)
+        one.turn(2)
+        assert not link.asked
+        live, twin = one.submit(PROMPT), one.submit(PROMPT)
+        one.turn(12)
+        one.audit()
+        assert link.asked and live.state == WAITING
+        assert one.kv.explain([*PROMPT, 0]).residency.get("device", 0) == 24
+        twin.answer.cancel()
+        one.run()
+        check(first, [9, 8, 7], 30)
+        check(live, PROMPT)
+        assert live.reused == 29 and live.restore_s == 0.0  # it was there when its turn came
 
 
 def test_a_request_that_waits_keeps_what_comes_for_its_own_prompt() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 
 import pytest
 
 from flowkv import Answer, Completion, Engine
+from tests.clock import together
 from tests.engine.nano import Gate, Nano, make_kv, settled
 from tests.inside import BusyError, StateError
 
@@ -31,7 +33,6 @@ def test_a_full_queue_refuses(engine: Engine, nano: Nano) -> None:
 
 def test_many_threads_submit_and_call_off(nano: Nano) -> None:
     wanted = {n: nano.alone([n, n + 1], 8) for n in range(8)}
-    wrong: list[object] = []
     with make_kv() as kv, Engine(nano, kv, max_rows=4, max_waiting=1000) as engine:
 
         def ask(n: int) -> None:
@@ -40,17 +41,10 @@ def test_many_threads_submit_and_call_off(nano: Nano) -> None:
                 if turn % 3 == 1:
                     answer.cancel()
                 done = answer.result(30)
-                if done.tokens != wanted[n][: len(done.tokens)]:
-                    wrong.append(done)
-                if done.reason not in ("length", "cancelled"):
-                    wrong.append(done)
+                assert done.tokens == wanted[n][: len(done.tokens)]
+                assert done.reason in ("length", "cancelled")
 
-        threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not any(thread.is_alive() for thread in threads) and not wrong
+        together(*(partial(ask, n) for n in range(8)))
         assert settled(engine)
 
 
@@ -61,11 +55,7 @@ def test_threads_run_requests_at_the_same_time(nano: Nano) -> None:
         def ask(n: int) -> None:
             done[n] = engine.run([[n], [n, n]], max_new_tokens=20)
 
-        threads = [threading.Thread(target=ask, args=(n,)) for n in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
+        together(*(partial(ask, n) for n in range(5)))
     for n in range(5):
         assert [one.tokens for one in done[n]] == [nano.alone([n], 20), nano.alone([n, n], 20)]
 

@@ -7,9 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import flowkv
 from tests.hooks import models
+
+PAST = "cache" if hasattr(CausalLMOutputWithPast(), "cache") else "past_key_values"
+"""What transformers calls the cache: from 5.24 on, `cache`."""
 
 
 def generate(model: torch.nn.Module, new_tokens: int = 20, **inputs: Any) -> Any:
@@ -21,6 +26,30 @@ def generate(model: torch.nn.Module, new_tokens: int = 20, **inputs: Any) -> Any
         output_logits=True,
     )
     return model.generate(**{**options, **inputs})
+
+
+@torch.no_grad()
+def forward(model: Any, ids: torch.Tensor, cache: Any = None, **given: Any) -> torch.Tensor:
+    """Logits `[B, vocabulary]` behind tokens that a cache gets, a fresh one if none is given."""
+    cache = DynamicCache(config=model.config.get_text_config()) if cache is None else cache
+    how = {PAST: cache, "use_cache": True, "logits_to_keep": 1} | given
+    logits: torch.Tensor = model(input_ids=ids, **how).logits[:, -1]
+    return logits
+
+
+def filled(model: Any, ids: torch.Tensor, **given: Any) -> Any:
+    """A cache with the keys and values of some tokens."""
+    cache = DynamicCache(config=model.config.get_text_config())
+    forward(model, ids, cache, **given)
+    return cache
+
+
+def turns(model: Any, new_tokens: int = 20, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """Prompt and answer of two turns of a chat."""
+    prompt = models.prompt(70)
+    first = generate(model, new_tokens, input_ids=prompt, **options)
+    longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
+    return prompt, first, longer, generate(model, new_tokens, input_ids=longer, **options)
 
 
 def assert_same(ours: Any, theirs: Any, tolerance: float = 2e-4) -> None:
@@ -55,12 +84,11 @@ def foreign(kv: flowkv.KV) -> str:
 def asked(model: Any) -> list[tuple[dict[str, Any], Any]]:
     """Calls of `generate` with a prompt, a longer one and a padded batch, and plain's answers."""
     first, more = (models.prompt(n, seed).to(model.device) for n, seed in ((120, 1), (40, 7)))
-    batch = torch.cat([models.prompt(70, seed) for seed in (1, 2, 3)]).to(model.device)
-    mask = torch.ones_like(batch)
-    mask[1, :20] = mask[2, :33] = 0
+    batch = torch.cat([models.prompt(70, seed) for seed in (1, 2, 3)])
+    padded = models.pad_rows(batch, 0, 20, 33)
     calls = [
         dict(input_ids=first),
         dict(input_ids=torch.cat([first, more], 1)),
-        dict(input_ids=batch, attention_mask=mask),
+        {name: value.to(model.device) for name, value in padded.items()},
     ]
     return [(call, generate(model, **call)) for call in calls]

@@ -25,10 +25,6 @@ SMALL = dict(
 GROUPED = SMALL | dict(head_dim=16)
 
 
-def _llama() -> torch.nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
-
-
 def roberta() -> Any:
     """A decoder whose own positions begin behind the padding's, and those of `generate` at 0."""
     torch.manual_seed(0)
@@ -38,212 +34,10 @@ def roberta() -> Any:
     return model
 
 
-def _mistral() -> torch.nn.Module:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**GROUPED, sliding_window=24))
-
-
-def _qwen3() -> torch.nn.Module:
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED))
-
-
-def _gemma3() -> torch.nn.Module:
-    config = transformers.Gemma3TextConfig(
-        **GROUPED,
-        sliding_window=24,
-        query_pre_attn_scalar=16,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )
-    return transformers.Gemma3ForCausalLM(config)
-
-
-def _gpt_oss() -> torch.nn.Module:
-    config = transformers.GptOssConfig(
-        **GROUPED,
-        sliding_window=24,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )
-    return transformers.GptOssForCausalLM(config)
-
-
-def _deepseek_v3() -> torch.nn.Module:
-    config = transformers.DeepseekV3Config(
-        **SMALL | dict(num_key_value_heads=4),
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=16,
-        q_lora_rank=32,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-    )
-    return transformers.DeepseekV3ForCausalLM(config)
-
-
-def _falcon() -> torch.nn.Module:
-    config = transformers.FalconConfig(
-        vocab_size=256,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=1024,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    return transformers.FalconForCausalLM(config)
-
-
-def _bloom() -> torch.nn.Module:
-    config = transformers.BloomConfig(
-        vocab_size=256,
-        hidden_size=64,
-        n_layer=4,
-        n_head=4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    return transformers.BloomForCausalLM(config)
-
-
-def _falcon_h1() -> torch.nn.Module:
-    config = transformers.FalconH1Config(
-        **GROUPED,
-        mamba_d_ssm=128,
-        mamba_n_heads=4,
-        mamba_d_head=32,
-        mamba_n_groups=1,
-        mamba_d_state=16,
-        mamba_d_conv=4,
-        mamba_chunk_size=16,
-    )
-    return transformers.FalconH1ForCausalLM(config)
-
-
-def _qwen3_next() -> torch.nn.Module:
-    config = transformers.Qwen3NextConfig(
-        **GROUPED,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        layer_types=["linear_attention", "full_attention"] * 2,
-    )
-    return transformers.Qwen3NextForCausalLM(config)
-
-
-_MAMBA2 = dict(
-    mamba_n_heads=8,
-    mamba_d_head=16,
-    mamba_d_state=8,
-    mamba_n_groups=1,
-    mamba_expand=2,
-    mamba_chunk_size=16,
-)
-LINEAR = dict(
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    layer_types=["linear_attention", "full_attention"] * 2,
-)
-_CONV = dict(layer_types=["conv", "full_attention"] * 2, conv_L_cache=4)
-
-
-def _jamba() -> torch.nn.Module:
-    config = transformers.JambaConfig(
-        **SMALL,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=2,
-        num_experts_per_tok=1,
-        mamba_d_state=8,
-        mamba_dt_rank=4,
-    )
-    return transformers.JambaForCausalLM(config)
-
-
-def _bamba() -> torch.nn.Module:
-    config = transformers.BambaConfig(**SMALL, **_MAMBA2, attn_layer_indices=[1, 3])
-    return transformers.BambaForCausalLM(config)
-
-
-def _granite_hybrid() -> torch.nn.Module:
-    config = transformers.GraniteMoeHybridConfig(
-        **SMALL,
-        **_MAMBA2,
-        layer_types=["mamba", "attention"] * 2,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        shared_intermediate_size=64,
-    )
-    return transformers.GraniteMoeHybridForCausalLM(config)
-
-
-def _nemotron_h() -> torch.nn.Module:
-    config = transformers.NemotronHConfig(
-        **SMALL,
-        hybrid_override_pattern="M*-M*",
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        ssm_state_size=8,
-        n_groups=1,
-        chunk_size=16,
-        head_dim=16,
-    )
-    return transformers.NemotronHForCausalLM(config)
-
-
-def _zamba() -> torch.nn.Module:
-    config = transformers.ZambaConfig(
-        **SMALL | dict(num_hidden_layers=6),
-        attn_layer_period=3,
-        attn_layer_offset=2,
-        n_mamba_heads=2,
-        mamba_d_state=8,
-        mamba_dt_rank=4,
-    )
-    return transformers.ZambaForCausalLM(config)
-
-
-def _qwen3_5() -> torch.nn.Module:
-    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**GROUPED, **LINEAR))
-
-
-def _olmo_hybrid() -> torch.nn.Module:
-    return transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**SMALL, **LINEAR))
-
-
-def _lfm2() -> torch.nn.Module:
-    return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**SMALL, **_CONV))
-
-
-def _lfm2_moe() -> torch.nn.Module:
-    config = transformers.Lfm2MoeConfig(
-        **SMALL,
-        **_CONV,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        num_dense_layers=1,
-    )
-    return transformers.Lfm2MoeForCausalLM(config)
-
-
-# Models with a sparse indexer. Many heads make ties of its scores unlikely: a tie between tokens is
-# broken otherwise in another number of columns, with or without pages.
-_LATENT = SMALL | dict(
+_WINDOWS = dict(sliding_window=24, layer_types=["sliding_attention", "full_attention"] * 2)
+_PLAIN = dict(vocab_size=256, hidden_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+_MLA = dict(
     num_key_value_heads=4,
     moe_intermediate_size=32,
     n_routed_experts=4,
@@ -256,47 +50,28 @@ _LATENT = SMALL | dict(
     qk_rope_head_dim=16,
     qk_nope_head_dim=16,
     v_head_dim=16,
-    head_dim=16,
-    index_topk=8,
-    index_head_dim=24,
-    index_n_heads=16,
 )
+LINEAR = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    layer_types=["linear_attention", "full_attention"] * 2,
+)
+_MAMBA2 = dict(
+    mamba_n_heads=8,
+    mamba_d_head=16,
+    mamba_d_state=8,
+    mamba_n_groups=1,
+    mamba_expand=2,
+    mamba_chunk_size=16,
+)
+_CONV = dict(layer_types=["conv", "full_attention"] * 2, conv_L_cache=4)
+# Models with a sparse indexer. Many heads make ties of its scores unlikely: a tie between tokens is
+# broken otherwise in another number of columns, with or without pages.
+_LATENT = SMALL | _MLA | dict(head_dim=16, index_topk=8, index_head_dim=24, index_n_heads=16)
 _SOME = dict(indexer_types=["full", "shared"] * 2)
 _IMAGES = dict(num_attention_heads=4, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
-
-
-def _deepseek_v32() -> torch.nn.Module:
-    return transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**_LATENT))
-
-
-def _axk2() -> torch.nn.Module:
-    return transformers.AXK2ForCausalLM(transformers.AXK2Config(**_LATENT))
-
-
-def _glm_moe_dsa() -> torch.nn.Module:
-    return transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**_LATENT, **_SOME))
-
-
-def _hy_v4() -> torch.nn.Module:
-    return transformers.HYV4ForCausalLM(transformers.HYV4Config(**_LATENT, **_SOME))
-
-
-def _dots3_note() -> torch.nn.Module:
-    """Windows beside indexed layers."""
-    config = transformers.Dots3NoteTextConfig(
-        **_LATENT | dict(head_dim=32),
-        layer_types=["indexed_attention", "sliding_attention"] * 2,
-        sliding_window=24,
-        shared_experts_intermediate_size=32,
-        swa_num_attention_heads=4,
-        swa_num_key_value_heads=4,
-        swa_q_lora_rank=32,
-        swa_kv_lora_rank=16,
-        swa_head_dim=32,
-        swa_qk_nope_head_dim=16,
-        swa_v_head_dim=16,
-    )
-    return transformers.Dots3NoteForCausalLM(config)
 
 
 def _mistral_large4() -> torch.nn.Module:
@@ -342,61 +117,6 @@ def _glm5_next() -> torch.nn.Module:
         **{f"{name}_id": 250 + n for n, name in enumerate(marks)},
     )
     return transformers.Glm5NextForConditionalGeneration(config)
-
-
-def _qwen4_exp() -> torch.nn.Module:
-    """Recurrent layers, and the positions of all tokens beside the indexer's keys."""
-    config = transformers.Qwen4ExpTextConfig(
-        **{name: value for name, value in GROUPED.items() if name != "intermediate_size"},
-        layer_types=["linear_attention", "indexed_attention"] * 2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        hc_lowrank=16,
-        indexer_n_heads=16,
-        indexer_kv_heads=1,
-        indexer_head_dim=16,
-        indexer_budget=8,
-        indexer_compress_ratio=4,
-    )
-    return transformers.Qwen4ExpForCausalLM(config)
-
-
-def _minimax_m3() -> torch.nn.Module:
-    """Blocks of columns chosen by an indexer, in a layer class of its own."""
-    config = transformers.MiniMaxM3VLTextConfig(
-        **GROUPED,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        dense_intermediate_size=64,
-        shared_intermediate_size=32,
-        rotary_dim=16,
-        index_n_heads=2,
-        index_head_dim=16,
-        index_block_size=8,
-        index_topk_blocks=2,
-        layer_types=["full_attention", "minimax_m3_sparse"] * 2,
-    )
-    return transformers.MiniMaxM3VLForCausalLM(config)
-
-
-def _deepseek_v4() -> torch.nn.Module:
-    """Windows beside blocks of 4 and 8 tokens, each compressed to one entry."""
-    latent = {name: value for name, value in _LATENT.items() if "nope" not in name}
-    config = transformers.DeepseekV4Config(
-        **latent | dict(num_key_value_heads=1, head_dim=32),
-        sliding_window=24,
-        compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8),
-        layer_types=["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
-        o_groups=2,
-        o_lora_rank=16,
-    )
-    return transformers.DeepseekV4ForCausalLM(config)
 
 
 def whisper() -> torch.nn.Module:
@@ -484,51 +204,130 @@ def sharpen(
     return model.float().eval()
 
 
-_CAUSAL = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen3": _qwen3,
-    "gemma3": _gemma3,
-    "gpt_oss": _gpt_oss,
-    "deepseek_v3": _deepseek_v3,
-    "falcon": _falcon,
-    "bloom": _bloom,
+Settings = dict[str, Any]
+Kind = tuple[str, Settings] | Callable[[], torch.nn.Module]
+"""A prefix of classes of transformers and settings of a configuration, or what makes a model."""
+_CAUSAL: dict[str, Kind] = {
+    "llama": ("Llama", GROUPED),
+    "mistral": ("Mistral", GROUPED | dict(sliding_window=24)),
+    "qwen3": ("Qwen3", GROUPED),
+    "gemma3": ("Gemma3", GROUPED | _WINDOWS | dict(query_pre_attn_scalar=16)),
+    "gpt_oss": ("GptOss", GROUPED | _WINDOWS | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "deepseek_v3": ("DeepseekV3", SMALL | _MLA | dict(first_k_dense_replace=1)),
+    "falcon": (
+        "Falcon",
+        _PLAIN | dict(num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=1024),
+    ),
+    "bloom": ("Bloom", _PLAIN | dict(n_layer=4, n_head=4)),
 }
-_HYBRID = {"falcon_h1": _falcon_h1, "qwen3_next": _qwen3_next}
-_RECURRENT = _HYBRID | {
-    "bamba": _bamba,
-    "granite_hybrid": _granite_hybrid,
-    "jamba": _jamba,
-    "lfm2": _lfm2,
-    "lfm2_moe": _lfm2_moe,
-    "nemotron_h": _nemotron_h,
-    "olmo_hybrid": _olmo_hybrid,
-    "qwen3_5": _qwen3_5,
-    "zamba": _zamba,
+_HYBRID: dict[str, Kind] = {
+    "falcon_h1": (
+        "FalconH1",
+        GROUPED
+        | dict(mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_n_groups=1)
+        | dict(mamba_d_state=16, mamba_d_conv=4, mamba_chunk_size=16),
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        GROUPED | LINEAR | _EXPERTS | dict(shared_expert_intermediate_size=32),
+    ),
 }
-_INDEXED = {
-    "axk2": _axk2,
-    "deepseek_v32": _deepseek_v32,
-    "dots3_note": _dots3_note,
+_RECURRENT: dict[str, Kind] = _HYBRID | {
+    "bamba": ("Bamba", SMALL | _MAMBA2 | dict(attn_layer_indices=[1, 3])),
+    "granite_hybrid": (
+        "GraniteMoeHybrid",
+        SMALL
+        | _MAMBA2
+        | dict(layer_types=["mamba", "attention"] * 2, num_local_experts=2)
+        | dict(num_experts_per_tok=1, shared_intermediate_size=64),
+    ),
+    "jamba": (
+        "Jamba",
+        SMALL
+        | dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1)
+        | dict(mamba_d_state=8, mamba_dt_rank=4),
+    ),
+    "lfm2": ("Lfm2", SMALL | _CONV),
+    "lfm2_moe": ("Lfm2Moe", SMALL | _CONV | _EXPERTS | dict(num_dense_layers=1)),
+    "nemotron_h": (
+        "NemotronH",
+        SMALL
+        | dict(hybrid_override_pattern="M*-M*", mamba_num_heads=8, mamba_head_dim=16)
+        | dict(ssm_state_size=8, n_groups=1, chunk_size=16, head_dim=16),
+    ),
+    "olmo_hybrid": ("OlmoHybrid", SMALL | LINEAR),
+    "qwen3_5": ("Qwen3_5", GROUPED | LINEAR),
+    "zamba": (
+        "Zamba",
+        SMALL
+        | dict(num_hidden_layers=6, attn_layer_period=3, attn_layer_offset=2, n_mamba_heads=2)
+        | dict(mamba_d_state=8, mamba_dt_rank=4),
+    ),
+}
+_INDEXED: dict[str, Kind] = {
+    "axk2": ("AXK2", _LATENT),
+    "deepseek_v32": ("DeepseekV32", _LATENT),
+    "dots3_note": (  # windows beside indexed layers
+        "Dots3Note",
+        _LATENT
+        | dict(layer_types=["indexed_attention", "sliding_attention"] * 2, sliding_window=24)
+        | dict(head_dim=32, shared_experts_intermediate_size=32, swa_head_dim=32)
+        | dict(swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=32)
+        | dict(swa_kv_lora_rank=16, swa_qk_nope_head_dim=16, swa_v_head_dim=16),
+    ),
     "glm5_next": _glm5_next,
-    "glm_moe_dsa": _glm_moe_dsa,
-    "hy_v4": _hy_v4,
-    "minimax_m3_vl_text": _minimax_m3,
+    "glm_moe_dsa": ("GlmMoeDsa", _LATENT | _SOME),
+    "hy_v4": ("HYV4", _LATENT | _SOME),
+    "minimax_m3_vl_text": (  # blocks of columns chosen by an indexer, in a layer class of its own
+        "MiniMaxM3VL",
+        GROUPED
+        | dict(layer_types=["full_attention", "minimax_m3_sparse"] * 2, num_local_experts=4)
+        | dict(num_experts_per_tok=2, dense_intermediate_size=64, shared_intermediate_size=32)
+        | dict(rotary_dim=16, index_n_heads=2, index_head_dim=16)
+        | dict(index_block_size=8, index_topk_blocks=2),
+    ),
     "mistral_large4": _mistral_large4,
-    **({} if OLD else {"qwen4_exp": _qwen4_exp}),  # has an indexer of another form there
 }
-_COMPRESSED = {"deepseek_v4": _deepseek_v4}
+if not OLD:  # there, its indexer has another form
+    _INDEXED["qwen4_exp"] = (  # the positions of all tokens beside the indexer's keys
+        "Qwen4Exp",
+        {name: size for name, size in GROUPED.items() if name != "intermediate_size"}
+        | LINEAR
+        | _EXPERTS
+        | dict(layer_types=["linear_attention", "indexed_attention"] * 2, hc_lowrank=16)
+        | dict(shared_expert_intermediate_size=32, indexer_n_heads=16, indexer_kv_heads=1)
+        | dict(indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4),
+    )
+_COMPRESSED: dict[str, Kind] = {
+    "deepseek_v4": (  # windows beside blocks of 4 and 8 tokens, each compressed to one entry
+        "DeepseekV4",
+        {name: size for name, size in _LATENT.items() if "nope" not in name}
+        | dict(num_key_value_heads=1, head_dim=32, sliding_window=24, o_groups=2, o_lora_rank=16)
+        | dict(layer_types=["heavily_compressed_attention", "compressed_sparse_attention"] * 2)
+        | dict(compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8)),
+    )
+}
 CAUSAL, HYBRID, RECURRENT = sorted(_CAUSAL), sorted(_HYBRID), sorted(_RECURRENT)
 """Models by what their layers keep: keys and values; a state beside them. `HYBRID` are a few."""
 INDEXED = sorted(name for name in _INDEXED if name in transformers.CONFIG_MAPPING)
 """Models with the keys of a sparse indexer beside keys and values, that are installed."""
 
 
+_KINDS = _CAUSAL | _RECURRENT | _INDEXED | _COMPRESSED
+
+
+def _made(kind: Kind) -> torch.nn.Module:
+    if callable(kind):
+        return kind()
+    model: Any = getattr(transformers, f"{kind[0]}ForCausalLM")
+    return model(model.config_class(**kind[1]))
+
+
 def causal(name: str) -> torch.nn.Module:
     """A decoder-only model by its architecture's name."""
     torch.manual_seed(0)
     tied = dict(factor=8.0, embeddings=1.0) if name == "bloom" else {}
-    return sharpen((_CAUSAL | _RECURRENT | _INDEXED | _COMPRESSED)[name](), **tied)
+    return sharpen(_made(_KINDS[name]), **tied)
 
 
 def short() -> torch.nn.Module:
@@ -541,3 +340,20 @@ def short() -> torch.nn.Module:
 def prompt(length: int, seed: int = 1) -> torch.Tensor:
     """Random token ids `[1, length]` without specials."""
     return torch.randint(5, 250, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(*rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Prompts `[1, S]` as the rows of one left-padded batch, and their mask."""
+    most = max(row.shape[1] for row in rows)
+
+    def wide(row: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(row, (most - row.shape[1], 0))
+
+    ids, mask = (torch.cat(list(map(wide, x))) for x in (rows, map(torch.ones_like, rows)))
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+def pad_rows(ids: torch.Tensor, *pads: int) -> dict[str, torch.Tensor]:
+    """Rows `[B, S]` of which the first tokens are padding instead, so many of each."""
+    seen = (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).long()
+    return dict(input_ids=ids * seen, attention_mask=seen)

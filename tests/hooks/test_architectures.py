@@ -14,16 +14,14 @@ from transformers import DynamicCache, GenerationMixin
 from transformers.models.llama import modeling_llama
 
 from tests.hooks import matrix, models
-from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.hooks.compare import assert_same, attached, generate, reused, turns
 from tests.inside import INDEXERS, PagedCache, door_of, place_layers, read_layer
 
 
 @pytest.mark.parametrize("name", models.CAUSAL)
 def test_two_turns_of_a_chat(name: str) -> None:
-    model, prompt = models.causal(name), models.prompt(70)
-    first = generate(model, input_ids=prompt)
-    longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
-    second = generate(model, input_ids=longer)
+    model = models.causal(name)
+    prompt, first, longer, second = turns(model)
     assert len(set(first.sequences[0, 70:].tolist())) > 2, "the model says one thing: no test"
     with attached(model) as kv:
         assert_same(generate(model, input_ids=prompt), first)
@@ -39,10 +37,7 @@ def test_two_turns_of_a_chat(name: str) -> None:
 def test_ragged_batch(name: str) -> None:
     model = models.causal(name)
     ids = torch.cat([models.prompt(60, seed=seed) for seed in (1, 2, 3)])
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate((0, 13, 37)):
-        ids[row, :pad], mask[row, :pad] = 0, 0
-    inputs = dict(input_ids=ids, attention_mask=mask)
+    inputs = models.pad_rows(ids, 0, 13, 37)
     theirs = generate(model, **inputs)
     with attached(model) as kv:
         assert_same(generate(model, **inputs), theirs)
@@ -147,10 +142,8 @@ def test_pad_tokens_that_count_no_position(name: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("name", models.HYBRID)
 def test_hybrid_models_go_on_from_a_saved_state(name: str) -> None:
-    model, prompt = models.causal(name), models.prompt(70)
-    first = generate(model, input_ids=prompt)
-    longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
-    second = generate(model, input_ids=longer)
+    model = models.causal(name)
+    prompt, first, longer, second = turns(model)
     with attached(model) as kv:
         assert_same(generate(model, input_ids=prompt), first)
         assert_same(generate(model, input_ids=longer), second)
@@ -160,10 +153,8 @@ def test_hybrid_models_go_on_from_a_saved_state(name: str) -> None:
 
 @pytest.mark.usefixtures("all_is_loaded")
 def test_a_hybrid_state_survives_a_restart(tmp_path) -> None:
-    model, prompt = models.causal("falcon_h1"), models.prompt(70)
-    first = generate(model, input_ids=prompt)
-    longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
-    second = generate(model, input_ids=longer)
+    model = models.causal("falcon_h1")
+    prompt, first, longer, second = turns(model)
     with attached(model, disk=f"{tmp_path}/kv:64MiB"):
         assert_same(generate(model, input_ids=prompt), first)
     with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
@@ -194,13 +185,11 @@ def test_layers_that_run_in_loops(name: str, tmp_path: Path) -> None:
     """The model adds layers to its cache: one for each run of a layer."""
     if name not in matrix.KINDS["causal"]:
         pytest.skip("not in this release of transformers")
-    model, prompt = matrix.build("causal", name), models.prompt(70)
-    first, beams = generate(model, input_ids=prompt), generate(model, input_ids=prompt, num_beams=3)
-    longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
-    second, ids = generate(model, input_ids=longer), torch.cat([prompt, prompt.roll(9, 1)])
-    mask = torch.ones_like(ids)
-    ids[1, :9], mask[1, :9] = 0, 0
-    batch = generate(model, input_ids=ids, attention_mask=mask)
+    model = matrix.build("causal", name)
+    prompt, first, longer, second = turns(model)
+    beams = generate(model, input_ids=prompt, num_beams=3)
+    rows = models.pad_rows(torch.cat([prompt, prompt.roll(9, 1)]), 0, 9)
+    batch = generate(model, **rows)
     for known in (False, True):
         with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
             if not known:
@@ -210,7 +199,7 @@ def test_layers_that_run_in_loops(name: str, tmp_path: Path) -> None:
             assert torch.equal(
                 generate(model, input_ids=prompt, num_beams=3).sequences, beams.sequences
             )
-            assert_same(generate(model, input_ids=ids, attention_mask=mask), batch)
+            assert_same(generate(model, **rows), batch)
             assert door_of(model).plan.count == 4 < len(door_of(model).plan.specs)
     with torch.no_grad(), attached(model):
         cache = DynamicCache(config=model.config)
@@ -257,48 +246,3 @@ class _Plain:
 
     def generate(self, **inputs: object) -> object:
         return GenerationMixin.generate(self.model, **inputs)
-
-
-class TestImages:
-    """Placeholders are the same tokens for every image: only the pixels tell prompts apart."""
-
-    def inputs(self, image: torch.Tensor, length: int = 60) -> dict[str, torch.Tensor]:
-        ids = models.prompt(length)
-        ids[0, 20 : 20 + models.IMAGE_PATCHES] = models.IMAGE_TOKEN
-        return dict(input_ids=ids, pixel_values=image)
-
-    def images(self) -> tuple[torch.Tensor, torch.Tensor]:
-        seeded = torch.Generator().manual_seed(3)
-        return tuple(torch.randn(1, 3, 28, 28, generator=seeded) * 3 for _ in range(2))
-
-    def test_two_images_never_share_a_page(self) -> None:
-        model, (cat, dog) = models.llava(), self.images()
-        with_cat = generate(model, **self.inputs(cat))
-        with_dog = generate(model, **self.inputs(dog))
-        assert not torch.equal(with_cat.logits[0], with_dog.logits[0])
-        with attached(model) as kv:
-            assert_same(generate(model, **self.inputs(cat)), with_cat)
-            assert_same(generate(model, **self.inputs(dog)), with_dog)
-            assert reused(kv) <= 16, "only the page before the image"
-            assert_same(generate(model, **self.inputs(cat)), with_cat)
-            assert_same(generate(model, **self.inputs(dog)), with_dog)
-
-    def test_a_reused_image_is_not_computed_again(self) -> None:
-        model, (cat, _) = models.llava(), self.images()
-        first = generate(model, **self.inputs(cat))
-        longer = torch.cat([first.sequences, models.prompt(12, seed=5)], 1)
-        again = dict(input_ids=longer, pixel_values=cat)
-        second = generate(model, **again)
-        with attached(model) as kv:
-            assert_same(generate(model, **self.inputs(cat)), first)
-            before = reused(kv)
-            assert_same(generate(model, **again), second)
-            assert reused(kv) - before >= 64
-
-    def test_text_after_an_image_prompt_does_not_match_text_alone(self) -> None:
-        model, (cat, _) = models.llava(), self.images()
-        plain = dict(input_ids=models.prompt(60))
-        alone = generate(model, **plain)
-        with attached(model):
-            generate(model, **self.inputs(cat))
-            assert_same(generate(model, **plain), alone)

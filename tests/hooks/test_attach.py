@@ -9,6 +9,7 @@ import pickle
 import re
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,12 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import flowkv
+from tests.clock import together
 from tests.hooks import models
-from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.hooks.compare import PAST, assert_same, attached, filled, forward, generate, reused
 from tests.inside import ConfigError, PagedCache, StateError, door_of, step
-
-PAST = "cache" if hasattr(CausalLMOutputWithPast(), "cache") else "past_key_values"
-"""What transformers calls it: from 5.24 on, `cache`."""
 
 
 @pytest.fixture
@@ -36,10 +34,16 @@ def answer(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return generate(model, 12, input_ids=ids, **options).sequences
 
 
-def forward(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
-    with torch.no_grad():
-        given = dict(**{PAST: cache}, use_cache=True, logits_to_keep=1) | options
-        return model(input_ids=ids, **given).logits[:, -1]
+def natively(model: Any, *parts: torch.Tensor) -> torch.Tensor:
+    """Logits behind the last of some tokens, over the model's own cache."""
+    cache = DynamicCache(config=model.config)
+    return [forward(model, part, cache) for part in parts][-1]
+
+
+def mamba() -> Any:
+    """A model without keys and values."""
+    sizes = models.SMALL | dict(num_hidden_layers=2, state_size=8, time_step_rank=4)
+    return models.sharpen(transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)))
 
 
 def open_rows(kv: flowkv.KV) -> int:
@@ -151,14 +155,11 @@ class TestTheModel:
             flowkv.attach(torch.nn.Linear(2, 2))
 
     def test_without_keys_and_values_keeps_its_own_cache(self) -> None:
-        config = transformers.MambaConfig(
-            **models.SMALL | dict(num_hidden_layers=2), state_size=8, time_step_rank=4
-        )
-        mamba, ids = models.sharpen(transformers.MambaForCausalLM(config)), models.prompt(20)
-        theirs = answer(mamba, ids)
+        model, ids = mamba(), models.prompt(20)
+        theirs = answer(model, ids)
         with pytest.warns(UserWarning, match="own cache"):
-            kv = flowkv.attach(mamba)
-        assert torch.equal(answer(mamba, ids), theirs)
+            kv = flowkv.attach(model)
+        assert torch.equal(answer(model, ids), theirs)
         kv.close()
 
     @pytest.mark.parametrize("around", [False, True])
@@ -414,8 +415,7 @@ class TestAChangedModel:
         ids, weight = models.prompt(60), model.model.layers[1].self_attn.v_proj.weight
         theirs = answer(model, ids)
         with attached(model):
-            cache = DynamicCache(config=model.config)
-            forward(model, ids[:, :20], cache)
+            cache = filled(model, ids[:, :20])
             assert isinstance(cache, PagedCache)
             with torch.no_grad():
                 weight.mul_(-1)
@@ -429,8 +429,10 @@ class TestAChangedModel:
         before = answer(model, ids)
         with attached(model) as kv:
             answer(model, ids)
+            model.double().float()
+            assert torch.equal(answer(model, ids), before)
             model.double()
-            answer(model, ids)
+            assert torch.equal(answer(model, ids), before)
             again = generate(model, 12, input_ids=ids)
             assert getattr(again, PAST).layers[0].keys.dtype is torch.float64
             model.float()
@@ -445,9 +447,9 @@ class TestAChangedModel:
             answer(model, ids)
             count = reused(kv)
             model.train()
-            cache = DynamicCache(config=model.config)
-            forward(model, ids, cache)
-            assert type(cache) is DynamicCache
+            assert type(filled(model, ids)) is DynamicCache
+            model(input_ids=ids, labels=ids).loss.backward()
+            assert model.model.layers[0].self_attn.k_proj.weight.grad is not None
             model.eval()
             assert reused(kv) == count
             assert torch.equal(answer(model, ids), theirs)
@@ -476,12 +478,10 @@ class TestCopies:
         tails = [models.prompt(9, seed=3), models.prompt(9, seed=4)]
         wanted = []
         for tail in tails:
-            cache = DynamicCache(config=model.config)
-            forward(model, ids, cache)
+            cache = filled(model, ids)
             wanted.append([forward(model, token, cache) for token in tail.split(1, 1)])
         with attached(model) as kv:
-            cache = DynamicCache(config=model.config)
-            forward(model, ids, cache)
+            cache = filled(model, ids)
             twin = copy.deepcopy(cache)
             third = copy.copy(cache)
             for a, b, one, other in zip(*wanted, *(t.split(1, 1) for t in tails), strict=True):
@@ -495,12 +495,9 @@ class TestCopies:
     def test_a_copied_recurrent_cache(self) -> None:
         model, ids = models.causal("falcon_h1"), models.prompt(30)
         tail = models.prompt(4, seed=3)
-        own = DynamicCache(config=model.config)
-        forward(model, ids, own)
-        wanted = forward(model, tail, own)
+        wanted = natively(model, ids, tail)
         with attached(model):
-            cache = DynamicCache(config=model.config)
-            forward(model, ids, cache)
+            cache = filled(model, ids)
             twin = copy.deepcopy(cache)
             forward(model, models.prompt(4, seed=9), cache)
             assert torch.allclose(forward(model, tail, twin), wanted, atol=1e-4)
@@ -511,23 +508,13 @@ class TestThreads:
         shared = models.prompt(48)
         prompts = [torch.cat([shared, models.prompt(20, seed=s)], 1) for s in range(6)]
         theirs = [answer(model, ids) for ids in prompts]
-        failures: list[object] = []
 
         def work(mine: list[int]) -> None:
-            try:
-                for index in mine * 2:
-                    if not torch.equal(answer(model, prompts[index]), theirs[index]):
-                        failures.append(index)
-            except BaseException as error:
-                failures.append(error)
+            for index in mine * 2:
+                assert torch.equal(answer(model, prompts[index]), theirs[index])
 
         with attached(model) as kv:
-            threads = [threading.Thread(target=work, args=([i, i + 2, i + 4],)) for i in (0, 1)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert not failures
+            together(*(partial(work, [i, i + 2, i + 4]) for i in (0, 1)))
             assert reused(kv) > 0
             assert open_rows(kv) == 0
 
@@ -678,16 +665,15 @@ class TestOwnCaches:
         assert not model._forward_hooks and "forward" not in vars(model)
         kv.close()
 
-    def test_after_detach_and_after_close(self, model: Any) -> None:
-        ids, token = models.prompt(40), torch.tensor([[7]])
-        own = DynamicCache(config=model.config)
-        forward(model, ids, own)
-        wanted = forward(model, token, own)
+    @pytest.mark.parametrize("name", ["llama", "falcon_h1"])
+    @pytest.mark.parametrize("end", [flowkv.KV.detach, flowkv.KV.close])
+    def test_after_detach_and_after_close(self, name: str, end: Any) -> None:
+        model, ids, token = models.causal(name), models.prompt(40), torch.tensor([[7]])
+        wanted = natively(model, ids, token)
         kv = flowkv.attach(model, gpu="64MiB", page_size=16)
-        cache = DynamicCache(config=model.config)
-        forward(model, ids, cache)
+        cache = filled(model, ids)
         twin = copy.deepcopy(cache)
-        kv.detach()
+        end(kv)
         assert torch.allclose(forward(model, token, cache), wanted, atol=1e-4)
         kv.close()
         assert torch.allclose(forward(model, token, twin), wanted, atol=1e-4)
@@ -695,9 +681,7 @@ class TestOwnCaches:
 
     def test_a_forward_that_fails_can_be_repeated(self, model: Any) -> None:
         ids, token = models.prompt(40), torch.tensor([[7]])
-        own = DynamicCache(config=model.config)
-        forward(model, ids, own)
-        wanted = forward(model, token, own)
+        wanted = natively(model, ids, token)
 
         class Broken(Exception):
             pass
@@ -706,8 +690,7 @@ class TestOwnCaches:
             raise Broken
 
         with attached(model) as kv:
-            cache = DynamicCache(config=model.config)
-            forward(model, ids, cache)
+            cache = filled(model, ids)
             handle = model.model.layers[2].register_forward_pre_hook(fail)
             with pytest.raises(Broken):
                 forward(model, token, cache)
@@ -720,8 +703,7 @@ class TestOwnCaches:
     def test_a_forward_past_the_hook_goes_on_natively(self, model: Any, known: int) -> None:
         """As of an inner module that is called by itself: nothing of it is published."""
         ids, more = models.prompt(60), models.prompt(40, seed=3)
-        own = DynamicCache(config=model.config)
-        forward(model, ids, own)
+        own = filled(model, ids)
         with torch.no_grad():
             wanted = model.model(more, **{PAST: own}).last_hidden_state
         with attached(model) as kv:
@@ -746,35 +728,31 @@ class TestOwnCaches:
             kv.cache(input_ids=models.prompt(60))
 
 
+HOLES = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+HOLES[..., 5:9] = False
+HOLES |= torch.eye(40, dtype=torch.bool)
+OWN = {
+    "a mask": dict(attention_mask=HOLES),
+    "positions": dict(position_ids=torch.arange(40)[None] * 2),
+    "padding without positions": dict(attention_mask=(torch.arange(40) >= 11).long()[None]),
+}
+
+
 class TestInputs:
     """Only what token ids say is reused; everything else is computed as ever."""
 
-    def same(self, model: Any, ids: torch.Tensor, **given: Any) -> None:
+    @pytest.mark.parametrize("given", OWN.values(), ids=OWN.keys())
+    def test_of_ones_own(self, model: Any, given: dict[str, torch.Tensor]) -> None:
+        ids = models.prompt(40)
         with torch.no_grad():
             theirs = model(ids, logits_to_keep=1, **given).logits
-            with attached(model):
-                answer(model, ids)
-                for _ in range(2):
-                    cache = DynamicCache(config=model.config)
-                    with warnings.catch_warnings(record=True):
-                        warnings.simplefilter("always")
-                        ours = model(ids, **{PAST: cache}, logits_to_keep=1, **given).logits
-                    assert torch.allclose(ours, theirs, atol=1e-4)
-
-    def test_a_mask_of_ones_own(self, model: Any) -> None:
-        mask = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
-        mask[..., 5:9] = False
-        mask |= torch.eye(40, dtype=torch.bool)
-        self.same(model, models.prompt(40), attention_mask=mask)
-
-    def test_positions_of_ones_own(self, model: Any) -> None:
-        positions = torch.arange(40)[None] * 2
-        self.same(model, models.prompt(40), position_ids=positions)
-
-    def test_padding_without_positions(self, model: Any) -> None:
-        mask = torch.ones(1, 40, dtype=torch.long)
-        mask[:, :11] = 0
-        self.same(model, models.prompt(40), attention_mask=mask)
+        with attached(model):
+            answer(model, ids)
+            for _ in range(2):
+                with warnings.catch_warnings(record=True):
+                    warnings.simplefilter("always")
+                    ours = forward(model, ids, **given)
+                assert torch.allclose(ours, theirs[:, -1], atol=1e-4)
 
     def test_positions_that_begin_behind_a_padding(self) -> None:
         """`generate` of RoBERTa's kinds counts from 0, their forward from 1: pages are of one."""
@@ -822,8 +800,7 @@ class TestInputs:
         ids = models.prompt(60)
         theirs = answer(model, ids)
         with attached(model):
-            cache = DynamicCache(config=model.config)
-            forward(model, ids[:, :10], cache)
+            cache = filled(model, ids[:, :10])
             forward(model, ids[:, 10:], cache, position_ids=torch.arange(50)[None] * 3)
             assert torch.equal(answer(model, ids), theirs)
 
@@ -1005,8 +982,7 @@ class TestCapacity:
         ids, tail = models.prompt(40), models.prompt(6, seed=2)
         theirs = answer(model, ids)
         with attached(model):
-            cache = DynamicCache(config=model.config)
-            forward(model, ids, cache)
+            cache = filled(model, ids)
             layer = cache.layers[1]
             old = layer.keys
             k, v = torch.randn(1, 2, 6, 16).double(), torch.randn(1, 2, 6, 16).double()
@@ -1064,10 +1040,7 @@ class TestVerify:
         assert model.config._attn_implementation == "sdpa"
 
     def test_refuses(self) -> None:
-        config = transformers.MambaConfig(
-            **models.SMALL | dict(num_hidden_layers=2), state_size=8, time_step_rank=4
-        )
-        report = flowkv.verify(transformers.MambaForCausalLM(config))
+        report = flowkv.verify(mamba())
         assert not report
         assert "no layer keeps keys and values" in report.reasons[0]
         assert "refused" in report.verdict

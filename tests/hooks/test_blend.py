@@ -57,6 +57,11 @@ MADE = {
 }
 
 
+@pytest.fixture
+def model() -> Any:
+    return models.causal("llama")
+
+
 @contextmanager
 def blending(model: Any, recompute: Any = "values", **options: Any) -> Iterator[flowkv.KV]:
     with pytest.warns(flowkv.ExperimentalWarning, match="blend"):
@@ -137,23 +142,18 @@ class TestAnswers:
         assert far == sorted(far, reverse=True)
         assert far[-1] < 1e-6 * far[0]
 
-    def test_of_padded_batches_and_beams(self) -> None:
+    def test_of_padded_batches_and_beams(self, model: Any) -> None:
         """Rows end at one column, whatever of each is known; beams go on from blended pages."""
-        model = models.causal("llama")
         rows = [PROMPT, torch.cat([draw(40, 8), DOCUMENTS[2], draw(33, 9)])]
-        width = max(map(len, rows))
-        ids = torch.stack([torch.nn.functional.pad(r, (width - len(r), 0)) for r in rows])
-        mask = torch.stack([(torch.arange(width) >= width - len(r)).long() for r in rows])
         for options in ({}, {"num_beams": 2}):
-            given = dict(input_ids=ids, attention_mask=mask, **options)
+            given = models.padded(*(row[None] for row in rows)) | options
             theirs = generate(model, 8, **given).sequences
             with blending(model, 1.0) as kv:
                 kv.learn(LISTS)
                 assert torch.equal(generate(model, 8, **given).sequences, theirs)
                 assert kv.stats()["blend"]["documents"] == 4 * options.get("num_beams", 1)
 
-    def test_of_an_engine(self) -> None:
-        model = models.causal("llama")
+    def test_of_an_engine(self, model: Any) -> None:
         prompts = [PROMPT.tolist(), draw(60, 11).tolist(), [*LISTS[1], *draw(9, 12).tolist()]]
         theirs = [generate(model, 8, input_ids=torch.tensor([p])).sequences[0] for p in prompts]
         with blending(model, 1.0) as kv:
@@ -196,8 +196,7 @@ def test_of_ones_own_model(self_made: Any) -> None:
 
 
 class TestTheExactThing:
-    def test_is_what_prompts_without_documents_get(self) -> None:
-        model = models.causal("llama")
+    def test_is_what_prompts_without_documents_get(self, model: Any) -> None:
         plain = torch.cat([draw(300, 20), draw(40, 21)])
         exact, theirs = last(model, plain), generate(model, 8, input_ids=plain[None])
         with blending(model, 0.15) as kv:
@@ -223,9 +222,8 @@ class TestTheExactThing:
         with attached(model, disk=disk) as kv:
             assert torch.equal(generate(model, 40, input_ids=PROMPT[None]).sequences, theirs)
 
-    def test_comes_first_where_a_beginning_is_known(self) -> None:
+    def test_comes_first_where_a_beginning_is_known(self, model: Any) -> None:
         """What an exact cache knows of a prompt is taken as it is; documents only behind it."""
-        model = models.causal("llama")
         begins = torch.cat([draw(64, 30), DOCUMENTS[0]])
         with blending(model, "first:0") as kv:
             last(model, begins)  # nothing is learned yet: it is exact
@@ -248,16 +246,14 @@ class TestDocuments:
             assert torch.allclose(last(model, PROMPT), exact, atol=1e-5)
             assert kv.stats()["blend"]["taken_tokens"] > 300
 
-    def test_belong_to_a_tenant(self) -> None:
-        model = models.causal("llama")
+    def test_belong_to_a_tenant(self, model: Any) -> None:
         with blending(model, 0.15, tenant="ours") as kv:
             kv.learn(LISTS, tenant="theirs")
             exact = last(model, PROMPT)
             assert kv.stats()["blend"]["documents"] == 0
         assert torch.allclose(last(model, PROMPT), exact, atol=1e-5)
 
-    def test_of_other_weights_are_not_taken(self) -> None:
-        model = models.causal("llama")
+    def test_of_other_weights_are_not_taken(self, model: Any) -> None:
         with blending(model, "first:0") as kv:
             kv.learn(LISTS)
             with torch.no_grad():
@@ -273,8 +269,7 @@ class TestDocuments:
         with blending(models.causal("llama")) as kv:
             assert kv.learn([[7, 8, 9]]) == 0
 
-    def test_without_room_for_them_all_is_computed(self) -> None:
-        model = models.causal("llama")
+    def test_without_room_for_them_all_is_computed(self, model: Any) -> None:
         exact = last(model, PROMPT)
         with blending(model, "first:0", gpu="640KiB", host="16MiB") as kv:
             kv.learn(LISTS)
@@ -299,8 +294,7 @@ def lines(kv: flowkv.KV) -> int:
 
 
 class TestWhatGoesWrong:
-    def test_a_failing_rule_leaves_no_row_behind(self) -> None:
-        model = models.causal("llama")
+    def test_a_failing_rule_leaves_no_row_behind(self, model: Any) -> None:
         exact = last(model, PROMPT)
         with blending(model, Wrong(), max_rows=8) as kv:
             kv.learn(LISTS)
@@ -332,9 +326,8 @@ class TestWhatGoesWrong:
     @pytest.mark.parametrize(
         "options", [dict(output_hidden_states=True), dict(logits_to_keep=450), {}]
     )
-    def test_all_that_is_asked_for_is_there(self, options: dict[str, Any]) -> None:
+    def test_all_that_is_asked_for_is_there(self, options: dict[str, Any], model: Any) -> None:
         """Where a call wants something of every token, none is skipped."""
-        model = models.causal("llama")
         given = dict(use_cache=True, **options)
         with torch.no_grad():
             theirs = model(PROMPT[None], past_key_values=DynamicCache(), **given)
@@ -361,9 +354,8 @@ class TestWhatGoesWrong:
             assert kv.stats()["blend"]["documents"] == 1
             assert lines(kv) == 0
 
-    def test_a_row_without_documents_costs_the_others_nothing(self) -> None:
+    def test_a_row_without_documents_costs_the_others_nothing(self, model: Any) -> None:
         """All columns are computed for it: so they are exact for the others, too."""
-        model = models.causal("llama")
         rows = torch.stack([PROMPT, draw(len(PROMPT), 60)])
         theirs = generate(model, 8, input_ids=rows)
         with blending(model, "first:0") as kv:
@@ -373,16 +365,14 @@ class TestWhatGoesWrong:
 
     @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
     def test_rows_that_find_no_room_on_the_way_are_exact(
-        self, monkeypatch: pytest.MonkeyPatch, failing: set[int]
+        self, monkeypatch: pytest.MonkeyPatch, failing: set[int], model: Any
     ) -> None:
         """What was computed of them before their documents stays; rows end where each has come."""
-        model = models.causal("llama")
         first, second = draw(20, 90), draw(70, 91)
         rows = [torch.cat([first, DOCUMENTS[0], draw(9, 92)]), torch.cat([second, DOCUMENTS[0]])]
-        width = max(map(len, rows)) + 3
-        ids = torch.stack([torch.nn.functional.pad(r, (width - len(r), 0)) for r in rows])
-        mask = torch.stack([(torch.arange(width) >= width - len(r)).long() for r in rows])
-        theirs = generate(model, 8, input_ids=ids, attention_mask=mask).sequences
+        given = models.padded(*(row[None] for row in rows))
+        given = {name: torch.nn.functional.pad(x, (3, 0)) for name, x in given.items()}
+        theirs = generate(model, 8, **given).sequences
         inner, calls = Blender._blend, []
 
         def short(self: Blender, *given: Any) -> int:
@@ -395,7 +385,7 @@ class TestWhatGoesWrong:
         with blending(model, 1.0) as kv:
             kv.learn(LISTS)
             with pytest.warns(UserWarning, match="blends nothing"):
-                ours = generate(model, 8, input_ids=ids, attention_mask=mask).sequences
+                ours = generate(model, 8, **given).sequences
             assert torch.equal(ours, theirs)
             assert len(calls) == 2
 
@@ -417,8 +407,7 @@ class TestWhatGoesWrong:
             exact = last(model, before)
         assert torch.allclose(last(model, before), exact, atol=1e-5)
 
-    def test_a_document_is_forgotten_by_its_own_tokens(self) -> None:
-        model = models.causal("llama")
+    def test_a_document_is_forgotten_by_its_own_tokens(self, model: Any) -> None:
         with blending(model, 0.15) as kv:
             kv.learn(LISTS)
             assert kv.forget(LISTS[0]) > 0
@@ -429,8 +418,7 @@ class TestWhatGoesWrong:
             last(model, PROMPT[5:])
             assert kv.stats()["blend"]["documents"] == 2
 
-    def test_what_the_model_computes_otherwise_is_not_learned(self) -> None:
-        model = models.causal("llama")
+    def test_what_the_model_computes_otherwise_is_not_learned(self, model: Any) -> None:
         with blending(model) as kv:
             model.train()
             with pytest.raises(StateError, match=r"model.eval\(\)"):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import flowkv
 from flowkv.data import tiny_path
 from tests.hooks.chat import LATEST, PLAIN, STRICT, byte_tokenizer
-from tests.hooks.test_attach import PAST
+from tests.hooks.compare import PAST
 from tests.inside import cache_control, without_hints
 
 SHORT, LONG = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}

@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tests.hooks import models
-from tests.hooks.compare import attached
+from tests.hooks.compare import PAST, attached
 from tests.inside import door_of
-
-PAST = "cache" if hasattr(CausalLMOutputWithPast(), "cache") else "past_key_values"
-"""What transformers calls it: from 5.24 on, `cache`."""
 
 
 class Mine(DynamicCache):

@@ -36,6 +36,11 @@ EDITS = {
 }
 
 
+@pytest.fixture
+def model() -> Any:
+    return models.causal("llama")
+
+
 @contextmanager
 def editing(model: Any, recompute: Any = "first:0", **options: Any) -> Iterator[flowkv.KV]:
     with (
@@ -90,9 +95,8 @@ def test_spans_are_taken_and_later_turns_continue_them(edit: str) -> None:
         assert third["taken_tokens"] - again["taken_tokens"] > first["taken_tokens"]
 
 
-def test_another_edit_of_an_edited_text() -> None:
+def test_another_edit_of_an_edited_text(model: Any) -> None:
     """Its pages are told apart by both edits; what stands before the second is continued."""
-    model = models.causal("llama")
     once, twice = EDITS["removed"], torch.cat([SYSTEM, WORDS, RESULT, NEW])
     prompts = [FORMER, once, twice, torch.cat([twice, NEW]), once]
     exact = [last(model, prompt) for prompt in prompts]
@@ -152,8 +156,7 @@ def test_erased_texts_are_not_found(whole: bool) -> None:
 
 
 @pytest.mark.parametrize("tenant", [False, True])
-def test_texts_that_are_erased_while_open_are_not_remembered(tenant: bool) -> None:
-    model = models.causal("llama")
+def test_texts_that_are_erased_while_open_are_not_remembered(tenant: bool, model: Any) -> None:
     with editing(model) as kv:
         cache = kv.cache(input_ids=FORMER[None])
         generate(model, 3, input_ids=FORMER[None], past_key_values=cache)
@@ -165,8 +168,7 @@ def test_texts_that_are_erased_while_open_are_not_remembered(tenant: bool) -> No
         assert not texts_of(model, kv)
 
 
-def test_whole_answers_are_erased_though_their_last_token_is_not_cached() -> None:
-    model = models.causal("llama")
+def test_whole_answers_are_erased_though_their_last_token_is_not_cached(model: Any) -> None:
     with editing(model) as kv:
         last(model, FORMER)
         settle(kv)
@@ -252,16 +254,14 @@ def test_a_changed_model_begins_anew() -> None:
     torch.testing.assert_close(found, last(model, prompt), rtol=0, atol=1e-4)
 
 
-def test_rows_of_a_batch_and_of_an_engine() -> None:
-    model = models.causal("llama")
+def test_rows_of_a_batch_and_of_an_engine(model: Any) -> None:
     prompts = [EDITS["removed"], EDITS["replaced"]]
     theirs = [generate(model, 8, input_ids=p[None]).sequences[0].tolist() for p in prompts]
-    width = max(map(len, prompts))
-    ids = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in prompts])
-    mask = torch.stack([torch.arange(width) >= width - len(p) for p in prompts]).long()
+    given = models.padded(*(prompt[None] for prompt in prompts))
+    width = given["input_ids"].shape[1]
     with editing(model, 1.0) as kv:
         last(model, FORMER)
-        found = generate(model, 8, input_ids=ids, attention_mask=mask).sequences
+        found = generate(model, 8, **given).sequences
         assert blended(kv)["documents"] >= 2
         for row, prompt, expected in zip(found, prompts, theirs, strict=True):
             assert row[width - len(prompt) :].tolist() == expected
@@ -271,14 +271,12 @@ def test_rows_of_a_batch_and_of_an_engine() -> None:
         assert blended(kv)["documents"] > before
     for prompt, run in zip(prompts, runs, strict=True):
         ids = torch.tensor([[*prompt.tolist(), 7]])
-        assert [*ids[0].tolist(), *run.tokens] == generate(model, 4, input_ids=ids).sequences[
-            0
-        ].tolist()
+        expected = generate(model, 4, input_ids=ids).sequences[0].tolist()
+        assert [*ids[0].tolist(), *run.tokens] == expected
 
 
 class TestTheLimit:
-    def test_of_little_divergence_leaves_every_prompt_exact(self) -> None:
-        model = models.causal("llama")
+    def test_of_little_divergence_leaves_every_prompt_exact(self, model: Any) -> None:
         edits = [torch.cat([SYSTEM, draw(5 + n, n), WORDS, LATE, NEW]) for n in range(6)]
         exact = [last(model, prompt) for prompt in edits]
         with editing(model, max_kl=1e-9) as kv:
@@ -287,8 +285,7 @@ class TestTheLimit:
                 torch.testing.assert_close(last(model, prompt), expected, rtol=0, atol=1e-4)
             assert blended(kv)["declined"] == 3  # the first three were measured
 
-    def test_of_much_divergence_leaves_trials_exact_and_takes_the_others(self) -> None:
-        model = models.causal("llama")
+    def test_of_much_divergence_leaves_trials_exact_and_takes_the_others(self, model: Any) -> None:
         edits = [torch.cat([SYSTEM, draw(5 + n, n), WORDS, LATE, NEW]) for n in range(5)]
         exact = [last(model, prompt) for prompt in edits]
         with editing(model, max_kl=50.0):

@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 import types
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,14 +22,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import flowkv
+from tests.clock import wait_for
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, foreign, generate, reused
 from tests.hooks.tabled import ByRow
-from tests.inside import Identity, identity
+from tests.inside import CALLS, Identity, Weights, door_of, fingerprint_of_weights, identity
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.filterwarnings("ignore:FlowKV shares nothing")
-Undo = Callable[[], None]
+pytestmark = pytest.mark.filterwarnings("ignore:FlowKV")
+Edit = AbstractContextManager[Any]
+"""While it is open, a model computes something else."""
 
 
 def on_disk(kv: flowkv.KV) -> int:
@@ -40,209 +43,154 @@ def attention(model: torch.nn.Module, layer: int = 1) -> torch.nn.Module:
     return model.model.layers[layer].self_attn
 
 
-def setting(owner: object, name: str, value: object) -> Undo:
-    """Sets an attribute; what is returned takes it back."""
-    before = vars(owner).get(name)
-    had = name in vars(owner)
-    setattr(owner, name, value)
-    return lambda: setattr(owner, name, before) if had else delattr(owner, name)
-
-
 # ---- edits, each of which changes what is computed, made after a prompt was served; more of them
 # are in `test_foreign`
 
 
-def an_activation(model: torch.nn.Module) -> Undo:
-    return setting_module(model.model.layers[0].mlp, "act_fn", torch.nn.Tanh())
+def mlp_of(model: Any) -> Any:
+    return model.model.layers[0].mlp
 
 
-def setting_module(owner: torch.nn.Module, name: str, module: torch.nn.Module) -> Undo:
-    before = getattr(owner, name)
-    setattr(owner, name, module)
-    return lambda: setattr(owner, name, before)
+def louder(plain: Any, factor: float = 1.3) -> Any:
+    """An attention function whose output is larger."""
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        out, weights = plain(*args, **kwargs)
+        return out * factor, weights
+
+    return attend
 
 
-def eps_of_a_norm(model: torch.nn.Module) -> Undo:
-    return setting(model.model.layers[1].input_layernorm, "variance_epsilon", 3.0)
-
-
-def scaling_of_attention(model: torch.nn.Module) -> Undo:
-    return setting(attention(model), "scaling", 0.9)
-
-
-def scaling_of_rope(model: torch.nn.Module) -> Undo:
-    return setting(model.model.rotary_emb, "attention_scaling", 1.7)
-
-
-def frequencies_of_rope(model: torch.nn.Module) -> Undo:
+def frequencies_of_rope(model: Any) -> Edit:
     rotary = model.model.rotary_emb
-    before = rotary._buffers
-    rotary._buffers = {**before, "inv_freq": before["inv_freq"] * 1.5}
-    return lambda: setattr(rotary, "_buffers", before)
+    buffers = {**rotary._buffers, "inv_freq": rotary.inv_freq * 1.5}
+    return patch.object(rotary, "_buffers", buffers)
 
 
-def rotary_made_again(model: torch.nn.Module) -> Undo:
+@contextmanager
+def rotary_made_again(model: Any) -> Iterator[None]:
     rotary, config = model.model.rotary_emb, model.config
-    theta = config.rope_parameters["rope_theta"]
-    config.rope_parameters["rope_theta"] = 50.0
-    rotary.__init__(config)
-
-    def undo() -> None:
-        config.rope_parameters["rope_theta"] = theta
+    with patch.dict(config.rope_parameters, rope_theta=50.0):
         rotary.__init__(config)
-        rotary.eval()
-
-    return undo
-
-
-def a_method_of_a_class(model: torch.nn.Module) -> Undo:
-    plain = modeling_llama.LlamaMLP.forward
-    modeling_llama.LlamaMLP.forward = lambda self, x: 1.5 * plain(self, x)
-    return lambda: setattr(modeling_llama.LlamaMLP, "forward", plain)
+        yield
+    rotary.__init__(config)
+    rotary.eval()
 
 
-def a_function_of_a_module(model: torch.nn.Module) -> Undo:
+def a_function_of_a_module(model: Any) -> Edit:
     plain = modeling_llama.apply_rotary_pos_emb
 
     def turned(q, k, cos, sin, unsqueeze_dim=1):
         return plain(q, k, sin, cos, unsqueeze_dim)
 
-    return setting(modeling_llama, "apply_rotary_pos_emb", turned)
+    return patch.object(modeling_llama, "apply_rotary_pos_emb", turned)
 
 
-def a_registered_attention(model: torch.nn.Module) -> Undo:
+def a_registered_attention(model: Any) -> Edit:
     registry = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-    plain = registry["sdpa"]
-
-    def louder(*args, **kwargs):
-        out, weights = plain(*args, **kwargs)
-        return out * 1.3, weights
-
-    type(registry).register("sdpa", louder)
-    return lambda: type(registry).register("sdpa", plain)
+    return patch.dict(registry._global_mapping, sdpa=louder(registry["sdpa"]))
 
 
-def a_method_of_an_instance(model: torch.nn.Module) -> Undo:
-    mlp = model.model.layers[0].mlp
-    plain = mlp.forward
-    mlp.forward = types.MethodType(lambda self, x: plain(x) * 1.5, mlp)
-    return lambda: delattr(mlp, "forward")
-
-
-def a_hook(model: torch.nn.Module) -> Undo:
-    hook = model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: out * 1.5)
-    return hook.remove
-
-
-def a_hook_before(model: torch.nn.Module) -> Undo:
-    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda m, a: (a[0] * 1.5,))
-    return hook.remove
-
-
-def a_global_hook(model: torch.nn.Module) -> Undo:
-    def louder(module, args, out):
+def a_global_hook(model: Any) -> Edit:
+    def scaled(module, args, out):
         return out * 1.5 if isinstance(module, modeling_llama.LlamaMLP) else None
 
-    return torch.nn.modules.module.register_module_forward_hook(louder).remove
+    return torch.nn.modules.module.register_module_forward_hook(scaled)
 
 
-def a_row_of_weights(model: torch.nn.Module) -> Undo:
+@contextmanager
+def a_row_of_weights(model: Any) -> Iterator[None]:
     weight = attention(model).v_proj.weight
     before = weight.detach().clone()
     with torch.no_grad():
         weight[3] += 2.0
-
-    def undo() -> None:
-        with torch.no_grad():
-            weight.copy_(before)
-
-    return undo
+        yield
+        weight.copy_(before)
 
 
-def a_weight_uncounted(model: torch.nn.Module) -> Undo:
+@contextmanager
+def a_weight_uncounted(model: Any) -> Iterator[None]:
     row = attention(model).v_proj.weight.detach().numpy()[5]
     before = row.copy()
     row += 2.0
-    return lambda: row.__setitem__(slice(None), before)
+    yield
+    row[:] = before
 
 
-def a_step_of_an_optimizer(model: torch.nn.Module) -> Undo:
+@contextmanager
+def a_step_of_an_optimizer(model: Any) -> Iterator[None]:
     weight = attention(model).v_proj.weight
     before = weight.detach().clone()
     weight.grad = torch.ones_like(weight)
     torch.optim.SGD([weight], lr=0.5).step()
     weight.grad = None
-    return lambda: weight.data.copy_(before)
+    yield
+    weight.data.copy_(before)
 
 
-def a_setting_of_the_configuration(model: torch.nn.Module) -> Undo:
+@contextmanager
+def a_setting_of_the_configuration(model: Any) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     plain = modeling_llama.eager_attention_forward
-
-    def louder(*args, **kwargs):
-        out, weights = plain(*args, **kwargs)
-        return out * 1.3, weights
-
-    modeling_llama.eager_attention_forward = louder
-
-    def undo() -> None:
-        modeling_llama.eager_attention_forward = plain
-        model.set_attn_implementation(before.removeprefix("flowkv_"))
-
-    return undo
+    with patch.object(modeling_llama, "eager_attention_forward", louder(plain)):
+        yield
+    model.set_attn_implementation(before.removeprefix("flowkv_"))
 
 
-def precision(model: torch.nn.Module) -> Undo:
+@contextmanager
+def precision(model: Any) -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
-    weight = a_row_of_weights(model)
-
-    def undo() -> None:
-        weight()
-        torch.set_default_dtype(torch.float32)
-
-    return undo
+    with a_row_of_weights(model):
+        yield
+    torch.set_default_dtype(torch.float32)
 
 
-EDITS = [
-    an_activation,
-    eps_of_a_norm,
-    scaling_of_attention,
-    scaling_of_rope,
-    frequencies_of_rope,
-    rotary_made_again,
-    a_method_of_a_class,
-    a_function_of_a_module,
-    a_registered_attention,
-    a_method_of_an_instance,
-    a_hook,
-    a_hook_before,
-    a_global_hook,
-    a_row_of_weights,
-    a_weight_uncounted,
-    a_step_of_an_optimizer,
-    a_setting_of_the_configuration,
-    precision,
-]
-each_edit = pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+EDITS: dict[str, Callable[[Any], Edit]] = {
+    "an_activation": lambda model: patch.object(mlp_of(model), "act_fn", torch.nn.Tanh()),
+    "eps_of_a_norm": lambda model: patch.object(
+        model.model.layers[1].input_layernorm, "variance_epsilon", 3.0
+    ),
+    "scaling_of_attention": lambda model: patch.object(attention(model), "scaling", 0.9),
+    "scaling_of_rope": lambda model: patch.object(model.model.rotary_emb, "attention_scaling", 1.7),
+    "frequencies_of_rope": frequencies_of_rope,
+    "rotary_made_again": rotary_made_again,
+    "a_method_of_a_class": lambda model, plain=modeling_llama.LlamaMLP.forward: patch.object(
+        modeling_llama.LlamaMLP, "forward", lambda self, x: 1.5 * plain(self, x)
+    ),
+    "a_function_of_a_module": a_function_of_a_module,
+    "a_registered_attention": a_registered_attention,
+    "a_method_of_an_instance": lambda model: patch.object(
+        mlp := mlp_of(model),
+        "forward",
+        types.MethodType(lambda self, x, plain=mlp.forward: plain(x) * 1.5, mlp),
+    ),
+    "a_hook": lambda model: mlp_of(model).register_forward_hook(lambda m, a, out: out * 1.5),
+    "a_hook_before": lambda model: mlp_of(model).register_forward_pre_hook(
+        lambda m, a: (a[0] * 1.5,)
+    ),
+    "a_global_hook": a_global_hook,
+    "a_row_of_weights": a_row_of_weights,
+    "a_weight_uncounted": a_weight_uncounted,
+    "a_step_of_an_optimizer": a_step_of_an_optimizer,
+    "a_setting_of_the_configuration": a_setting_of_the_configuration,
+    "precision": precision,
+}
+each_edit = pytest.mark.parametrize("edit", EDITS)
 
 
 @each_edit
-def test_an_edit_after_attach_is_never_answered_with_what_was(edit: Callable[..., Undo]) -> None:
+def test_an_edit_after_attach_is_never_answered_with_what_was(edit: str) -> None:
     """Wrong before the edit is noticed, and right again, and reused, when it is taken back."""
     model, prompt = models.short(), models.prompt(60)
     plain = generate(model, 2, input_ids=prompt)
-    with attached(model) as kv, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with attached(model) as kv:
         for _ in range(2):
             generate(model, 2, input_ids=prompt)
-        undo = edit(model)
-        try:
+        with EDITS[edit](model):
             ours = [generate(model, 2, input_ids=prompt) for _ in range(2)]
             kv.detach()
             theirs = generate(model, 2, input_ids=prompt)
-        finally:
-            undo()
     assert not all(torch.equal(a, b) for a, b in zip(plain.logits, theirs.logits, strict=True))
     for found in ours:
         assert_same(found, theirs)
@@ -251,23 +199,17 @@ def test_an_edit_after_attach_is_never_answered_with_what_was(edit: Callable[...
 @pytest.mark.thorough
 @each_edit
 @pytest.mark.usefixtures("all_is_loaded")
-def test_an_edit_before_attach_is_another_name(edit: Callable[..., Undo], tmp_path) -> None:
+def test_an_edit_before_attach_is_another_name(edit: str, tmp_path) -> None:
     """Over a store, after a restart: the edited model finds nothing, the old one finds its own."""
     model, prompt = models.short(), models.prompt(60)
     place = f"{tmp_path}/kv:64MiB"
-    with attached(model, disk=place), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with attached(model, disk=place):
         generate(model, 4, input_ids=prompt)
-    undo = edit(model)
-    try:
+    with EDITS[edit](model):
         theirs = generate(model, 4, input_ids=prompt)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with attached(model, disk=place) as kv:
-                assert_same(generate(model, 4, input_ids=prompt), theirs)
-                assert reused(kv) == 0
-    finally:
-        undo()
+        with attached(model, disk=place) as kv:
+            assert_same(generate(model, 4, input_ids=prompt), theirs)
+            assert reused(kv) == 0
     with attached(model, disk=place) as kv:
         generate(model, 4, input_ids=prompt)
         assert foreign(kv) or reused(kv) == 48
@@ -281,11 +223,10 @@ def test_an_edit_that_is_taken_back_finds_what_was() -> None:
     with attached(model) as kv:
         generate(model, 4, input_ids=prompt)
         generate(model, 4, input_ids=prompt)
-        for edit in (scaling_of_attention, a_hook, an_activation):
+        for edit in ("scaling_of_attention", "a_hook", "an_activation"):
             before = reused(kv)
-            undo = edit(model)
-            generate(model, 4, input_ids=prompt)
-            undo()
+            with EDITS[edit](model):
+                generate(model, 4, input_ids=prompt)
             assert reused(kv) == before
             generate(model, 4, input_ids=prompt)
             assert reused(kv) == before + 48
@@ -344,42 +285,6 @@ def test_a_model_has_one_name_in_every_process() -> None:
     assert len({names[0] for names in fresh.values()}) == 5
 
 
-def test_a_hook_that_counts_and_scales() -> None:
-    """It writes what no name says: nothing of it is shared."""
-    model, prompt = models.short(), models.prompt(60)
-    state = {"calls": 0, "scale": 1.0}
-
-    def hook(module, args, out):
-        state["calls"] += 1
-        state["kept"] = out
-        return out * state["scale"]
-
-    model.model.layers[1].mlp.register_forward_hook(hook)
-    with attached(model) as kv:
-        for scale in (1.0, 1.0, 1.0, 1.5, 1.5, 1.0):
-            state["scale"] = scale
-            ours = generate(model, 4, input_ids=prompt)
-            with_kv = reused(kv)
-            other = models.short()
-            other.model.layers[1].mlp.register_forward_hook(lambda m, a, o, s=scale: o * s)
-            assert_same(ours, generate(other, 4, input_ids=prompt))
-        assert with_kv == 0 and foreign(kv)
-
-
-def test_hooks_come_and_go() -> None:
-    """Python gives the address of a hook that is gone to the next one."""
-    model, prompt = models.short(), models.prompt(60)
-    with attached(model):
-        for factor in (1.5, 0.5, 2.5, 1.5):
-            scaled = functools.partial(lambda m, a, out, factor: out * factor, factor=factor)
-            handle = model.model.layers[1].mlp.register_forward_hook(scaled)
-            ours = generate(model, 4, input_ids=prompt)
-            handle.remove()
-            other = models.short()
-            other.model.layers[1].mlp.register_forward_hook(lambda m, a, o, f=factor: o * f)
-            assert_same(ours, generate(other, 4, input_ids=prompt))
-
-
 def test_an_lstm_is_named_by_its_weights() -> None:
     """It holds weak references to them, too."""
     torch.manual_seed(0)
@@ -408,21 +313,13 @@ def test_submodules_in_training_mode_are_not_shared() -> None:
         for seed in (1, 2, 1):
             torch.manual_seed(seed)
             ours = generate(model, 4, input_ids=prompt)
-            with flowkv_off(kv, model):
+            with door_of(model).aside():
                 torch.manual_seed(seed)
                 assert_same(ours, generate(model, 4, input_ids=prompt))
         assert reused(kv) == 0
         mlp.act_fn[1].eval()
         assert_same(generate(model, 4, input_ids=prompt), plain)
         assert reused(kv) == 48
-
-
-def flowkv_off(kv: flowkv.KV, model: torch.nn.Module):
-    from tests.inside import door_of
-
-    door = door_of(model)
-    assert door is not None
-    return door.aside()
 
 
 def test_harmless_training_mode_is_shared() -> None:
@@ -563,8 +460,7 @@ def test_an_input_that_nobody_knows_is_part_of_the_key() -> None:
         {"loud": True},
     ]
     wanted = [generate(model, 4, input_ids=rows, **case) for case in cases]
-    with attached(model, revision="steered") as kv, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with attached(model, revision="steered") as kv:
         for order in (range(len(cases)), reversed(range(len(cases)))):
             for case in order:
                 assert_same(generate(model, 4, input_ids=rows, **cases[case]), wanted[case])
@@ -583,8 +479,7 @@ def test_an_input_without_a_digest_is_not_shared() -> None:
 
     for length in (1, 3, 1):
         wanted = generate(model, 4, input_ids=prompt, names=(Name(length),))
-        with attached(model) as kv, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with attached(model) as kv:
             for _ in range(2):
                 found = generate(model, 4, input_ids=prompt, names=(Name(length),))
                 assert_same(found, wanted)
@@ -601,8 +496,7 @@ def test_a_mode_of_torch_between_model_and_torch_is_not_shared() -> None:
     plain = generate(model, 4, input_ids=prompt)
     with Louder():
         louder = generate(model, 4, input_ids=prompt)
-    with attached(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with attached(model):
         for _ in range(2):
             assert_same(generate(model, 4, input_ids=prompt), plain)
             with Louder():
@@ -633,8 +527,6 @@ def test_pages_of_large_weights_wait_for_a_reading(tmp_path, monkeypatch) -> Non
     """Nothing lasts that was computed by weights that were written to without a count."""
     monkeypatch.setattr(identity, "_SHARE", 0.0)  # a call reads its 32nd part, whatever it took
     model, prompt, place = large(), models.prompt(60), f"{tmp_path}/kv:64MiB"
-    from tests.inside import door_of
-
     with attached(model, disk=place) as kv:
         door_of(model).proof.enter()  # never idle
         generate(model, 4, input_ids=prompt)
@@ -652,17 +544,19 @@ def test_pages_of_large_weights_wait_for_a_reading(tmp_path, monkeypatch) -> Non
     assert_same(theirs, generate(model, 4, input_ids=models.prompt(60, 5)))
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "by a device that runs behind"])
-def test_an_uncounted_write_is_found_within_so_many_calls(
-    late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.inside import CALLS, fingerprint_of_weights
+class Late(fingerprint_of_weights.Later):  # type: ignore[misc,name-defined]
+    ready = False
 
-    class Late(fingerprint_of_weights.Later):  # type: ignore[misc,name-defined]
-        ready = False
 
-    if late:
+@pytest.fixture(params=[False, True], ids=["at once", "by a device that runs behind"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads weights for their proof."""
+    if request.param:
         monkeypatch.setattr(fingerprint_of_weights, "Later", Late)
+
+
+@pytest.mark.usefixtures("device")
+def test_an_uncounted_write_is_found_within_so_many_calls() -> None:
     model, prompt = large(), models.prompt(60)
     with attached(model) as kv:
         generate(model, 4, input_ids=prompt)
@@ -681,11 +575,6 @@ def test_an_uncounted_write_is_found_within_so_many_calls(
 @pytest.mark.parametrize("where", ["checksum", "Later", "result"])
 def test_what_fails_to_be_read_is_not_proven(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory runs out while weights are read: the reading begins anew."""
-    from tests.inside import Weights, fingerprint_of_weights
-
-    class Late(fingerprint_of_weights.Later):  # type: ignore[misc,name-defined]
-        ready = False
-
     monkeypatch.setattr(fingerprint_of_weights, "Later", Late)
     weights, held = Weights(), {name: torch.zeros(1 << 21) for name in "abc"}
     weights.read(held)
@@ -710,25 +599,12 @@ def test_what_fails_to_be_read_is_not_proven(where: str, monkeypatch: pytest.Mon
     assert not weights.passes
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "by a device that runs behind"])
-def test_idle_time_proves_pages(late: bool, monkeypatch, tmp_path) -> None:
-    import time
-
-    from tests.inside import fingerprint_of_weights
-
-    class Late(fingerprint_of_weights.Later):  # type: ignore[misc,name-defined]
-        ready = False
-
-    if late:
-        monkeypatch.setattr(fingerprint_of_weights, "Later", Late)
+@pytest.mark.usefixtures("device")
+def test_idle_time_proves_pages(tmp_path) -> None:
     model = large()
     with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
         generate(model, 4, input_ids=models.prompt(60))
-        for _ in range(2000):
-            if not kv.planner.store.stack.provisional:
-                break
-            time.sleep(0.01)
-        assert not kv.planner.store.stack.provisional
+        wait_for(lambda: not kv.planner.store.stack.provisional)
         kv.planner.store.writes.flush(30.0)
         assert on_disk(kv) > 0
 

@@ -20,11 +20,12 @@ import pickle
 import subprocess
 import sys
 import types
-import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -35,10 +36,10 @@ from transformers.models.phi3 import modeling_phi3
 from flowkv import LayerGroup
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, foreign, generate, reused
-from tests.hooks.test_identity import ROOT, Undo, setting
+from tests.hooks.test_identity import ROOT, Edit, mlp_of
 from tests.inside import ForwardHook, Identity
 
-pytestmark = pytest.mark.filterwarnings("ignore:FlowKV shares nothing")
+pytestmark = pytest.mark.filterwarnings("ignore:FlowKV")
 functional: Any = torch.nn.functional
 
 
@@ -302,6 +303,7 @@ def endless() -> list[Any]:
     return deep
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "make",
     [
@@ -329,13 +331,10 @@ def endless() -> list[Any]:
 )
 def test_whatever_a_model_refers_to_it_is_served(make: Callable[[], Any]) -> None:
     model, prompt = models.short(), models.prompt(60)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        held = make()
+    held = make()
     plain = generate(model, 4, input_ids=prompt)
     model.model.layers[1].mlp.__dict__["kept"] = held
-    with attached(model) as kv, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with attached(model) as kv:
         for _ in range(2):
             assert_same(generate(model, 4, input_ids=prompt), plain)
         assert foreign(kv) or reused(kv) == 48
@@ -350,42 +349,33 @@ class Times(torch.nn.Module):
         return self.inner(x) * self.factor
 
 
-def scripted(model: torch.nn.Module, factor: float) -> None:
-    mlp = model.model.layers[1].mlp
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mlp.down_proj = torch.jit.script(Times(mlp.down_proj, factor).eval())
+def scripted(layer: Any, factor: float) -> None:
+    layer.mlp.down_proj = torch.jit.script(Times(layer.mlp.down_proj, factor).eval())
 
 
-def traced(model: torch.nn.Module, factor: float) -> None:
-    layer = model.model.layers[1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        layer.mlp = torch.jit.trace(Times(layer.mlp, factor).eval(), torch.zeros(1, 3, 64))
+def traced(layer: Any, factor: float) -> None:
+    layer.mlp = torch.jit.trace(Times(layer.mlp, factor).eval(), torch.zeros(1, 3, 64))
 
 
-def frozen(model: torch.nn.Module, factor: float) -> None:
-    layer = model.model.layers[1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = torch.jit.trace(Times(layer.mlp, factor).eval(), torch.zeros(1, 3, 64))
-        layer.mlp = torch.jit.freeze(made)
+def frozen(layer: Any, factor: float) -> None:
+    traced(layer, factor)
+    layer.mlp = torch.jit.freeze(layer.mlp)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [scripted, traced, frozen])
 def test_modules_that_torch_compiled(make: Callable[..., None]) -> None:
     prompt, names, answers = models.prompt(60), [], []
     for factor in (1.0, 2.0, 1.0):
         model = models.short()
-        make(model, factor)
+        make(model.model.layers[1], factor)
         names.append(Identity(model))
         answers.append(generate(model, 4, input_ids=prompt))
     assert all(name.foreign for name in names)
     model = models.short()
-    with attached(model) as kv, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with attached(model) as kv:
         generate(model, 4, input_ids=prompt)
-        make(model, 2.0)
+        make(model.model.layers[1], 2.0)
         for _ in range(2):
             assert_same(generate(model, 4, input_ids=prompt), answers[1])
         assert foreign(kv) or reused(kv) == 48
@@ -397,10 +387,6 @@ def test_modules_that_torch_compiled(make: Callable[..., None]) -> None:
 class Loud(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * 2.0
-
-
-def mlp_of(model: Any) -> Any:
-    return model.model.layers[0].mlp
 
 
 def modules_in_another_order(model: Any) -> None:
@@ -459,103 +445,82 @@ def gained(self: Any, x: torch.Tensor) -> torch.Tensor:
     return PLAIN_MLP(self, x) * self.gains[0]
 
 
-def both(*undone: Undo) -> Undo:
-    return lambda: [undo() for undo in reversed(undone)] and None
-
-
-def partial_function(factor: float) -> Undo:
+def partial_function(factor: float) -> Edit:
     leaky = functools.partial(functional.leaky_relu, negative_slope=factor)
-    return setting(functional, "silu", leaky)
+    return patch.object(functional, "silu", leaky)
 
 
-def partial_of_its_own(factor: float) -> Undo:
-    return setting(modeling_llama, "apply_rotary_pos_emb", functools.partial(turned, factor=factor))
+def partial_of_its_own(factor: float) -> Edit:
+    partial = functools.partial(turned, factor=factor)
+    return patch.object(modeling_llama, "apply_rotary_pos_emb", partial)
 
 
-def partial_method(factor: float) -> Undo:
-    return setting(
-        modeling_llama.LlamaMLP, "forward", functools.partialmethod(scaled, factor=factor)
-    )
+def partial_method(factor: float) -> Edit:
+    method = functools.partialmethod(scaled, factor=factor)
+    return patch.object(modeling_llama.LlamaMLP, "forward", method)
 
 
-def list_of_a_class(factor: float) -> Undo:
-    mlp = modeling_llama.LlamaMLP
-    return both(setting(mlp, "gains", [factor, 1.0]), setting(mlp, "forward", gained))
+def list_of_a_class(factor: float) -> Edit:
+    members = dict(gains=[factor, 1.0], forward=gained)
+    return patch.multiple(modeling_llama.LlamaMLP, create=True, **members)
 
 
-def tensor_of_a_class(factor: float) -> Undo:
-    mlp = modeling_llama.LlamaMLP
-    return both(setting(mlp, "gains", torch.tensor([factor])), setting(mlp, "forward", gained))
+def tensor_of_a_class(factor: float) -> Edit:
+    members = dict(gains=torch.tensor([factor]), forward=gained)
+    return patch.multiple(modeling_llama.LlamaMLP, create=True, **members)
 
 
 def from_globals(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * FACTORS["a"]  # noqa: F821
 
 
-def dict_of_a_module(factor: float) -> Undo:
+@contextmanager
+def dict_of_a_module(factor: float) -> Iterator[None]:
     forward = types.FunctionType(from_globals.__code__, vars(modeling_llama), "forward")
     forward.__module__ = modeling_llama.__name__
-    return both(
-        setting(modeling_llama, "FACTORS", {"a": factor}),
-        setting(modeling_llama.LlamaMLP, "forward", forward),
-    )
+    table = patch.object(modeling_llama, "FACTORS", {"a": factor}, create=True)
+    with table, patch.object(modeling_llama.LlamaMLP, "forward", forward):
+        yield
 
 
-def wrapped_function(factor: float) -> Undo:
+def wrapped_function(factor: float) -> Edit:
     @functools.wraps(PLAIN_MLP)
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return PLAIN_MLP(self, x) * factor
 
-    return setting(modeling_llama.LlamaMLP, "forward", forward)
+    return patch.object(modeling_llama.LlamaMLP, "forward", forward)
 
 
-def check_placed(
-    make: Callable[[], Any], place: Callable[[float], Undo], prompt: torch.Tensor
-) -> None:
+PLACES = [
+    partial_function,
+    partial_of_its_own,
+    partial_method,
+    list_of_a_class,
+    tensor_of_a_class,
+    dict_of_a_module,
+    wrapped_function,
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_what_is_placed_in_a_library_is_named_by_content(place: Callable[[float], Edit]) -> None:
     """Two values that differ have two names and answers, and one value one name."""
-    names, answers = [], []
+    names, answers, prompt = [], [], models.prompt(60)
     for factor in (2.0, 5.0, 2.0):
-        model, undo = make(), place(factor)
-        try:
-            found = Identity(model)
-            names.append(found)
+        model = models.short()
+        with place(factor):
+            names.append(Identity(model))
             answers.append(generate(model, 4, input_ids=prompt))
-        finally:
-            undo()
     assert differ(names[0], names[1])
     assert names[0].foreign or names[0].namespace == names[2].namespace
-    model, undo = make(), place(2.0)
-    try:
-        with attached(model) as kv, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            generate(model, 4, input_ids=prompt)
-            assert_same(generate(model, 4, input_ids=prompt), answers[0])
-            assert foreign(kv) or reused(kv) == 48
-            other = place(5.0)
-            try:
-                for _ in range(2):
-                    assert_same(generate(model, 4, input_ids=prompt), answers[1])
-            finally:
-                other()
-    finally:
-        undo()
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        partial_function,
-        partial_of_its_own,
-        partial_method,
-        list_of_a_class,
-        tensor_of_a_class,
-        dict_of_a_module,
-        wrapped_function,
-    ],
-    ids=lambda place: place.__name__,
-)
-def test_what_is_placed_in_a_library_is_named_by_content(place: Callable[[float], Undo]) -> None:
-    check_placed(models.short, place, models.prompt(60))
+    model = models.short()
+    with place(2.0), attached(model) as kv:
+        generate(model, 4, input_ids=prompt)
+        assert_same(generate(model, 4, input_ids=prompt), answers[0])
+        assert foreign(kv) or reused(kv) == 48
+        with place(5.0):
+            for _ in range(2):
+                assert_same(generate(model, 4, input_ids=prompt), answers[1])
 
 
 def test_forwards_of_a_library_in_an_instance() -> None:
@@ -578,8 +543,7 @@ def test_forwards_of_a_library_in_an_instance() -> None:
     assert names[:2] == names[2:]
     assert names[0] != names[1]
     model, mlp = made()
-    with attached(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with attached(model):
         for forward, theirs in zip(forwards, answers, strict=False):
             mlp.forward = types.MethodType(forward, mlp)
             for _ in range(2):
@@ -617,7 +581,7 @@ def test_a_door_that_somebody_traces_is_in_no_name(monkeypatch: pytest.MonkeyPat
 def test_a_function_that_is_bound_to_something_of_flowkv_is_foreign() -> None:
     model = models.short()
 
-    def doubled(held: Undo, module: Any, given: Any, out: Any) -> Any:
+    def doubled(held: Any, module: Any, given: Any, out: Any) -> Any:
         return out * 2
 
     with attached(models.short()) as kv:

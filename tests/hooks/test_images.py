@@ -23,57 +23,42 @@ _TOKENS = dict(
 _SIGHT = dict(depth=2, num_heads=2, patch_size=4, spatial_merge_size=2, temporal_patch_size=2)
 
 
-def _qwen2_vl() -> torch.nn.Module:
-    sight = _SIGHT | dict(embed_dim=32, hidden_size=64, mlp_ratio=2, in_channels=3)
-    config = transformers.Qwen2VLConfig(text_config=_TEXT, vision_config=sight, **_TOKENS)
-    return transformers.Qwen2VLForConditionalGeneration(config)
-
-
-def _qwen2_5_vl() -> torch.nn.Module:
-    sight = _SIGHT | dict(
-        hidden_size=32,
-        intermediate_size=48,
-        out_hidden_size=64,
-        window_size=16,
-        fullatt_block_indexes=[1],
+_WIDE = _SIGHT | dict(hidden_size=32, intermediate_size=48, out_hidden_size=64)
+_MIXED = _ROPE | dict(mrope_interleaved=True)
+M_ROPE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (
+        "Qwen2VL",
+        _TEXT,
+        _SIGHT | dict(embed_dim=32, hidden_size=64, mlp_ratio=2, in_channels=3),
+    ),
+    "qwen2_5_vl": ("Qwen2_5_VL", _TEXT, _WIDE | dict(window_size=16, fullatt_block_indexes=[1])),
+    "qwen3_vl": (
+        "Qwen3VL",
+        _TEXT | dict(rope_parameters=_MIXED),
+        _WIDE | dict(num_position_embeddings=64, deepstack_visual_indexes=[0, 1]),
+    ),
+}
+"""Prefixes of classes, and what texts and images are read with; `HYBRID` has recurrent layers."""
+HYBRID = {
+    "qwen3_5": (
+        "Qwen3_5",
+        models.GROUPED
+        | models.LINEAR
+        | dict(rope_parameters=_MIXED | dict(partial_rotary_factor=1.0)),
+        _WIDE | dict(num_position_embeddings=64),
     )
-    config = transformers.Qwen2_5_VLConfig(text_config=_TEXT, vision_config=sight, **_TOKENS)
-    return transformers.Qwen2_5_VLForConditionalGeneration(config)
-
-
-def _qwen3_vl() -> torch.nn.Module:
-    sight = _SIGHT | dict(
-        hidden_size=32,
-        intermediate_size=48,
-        out_hidden_size=64,
-        num_position_embeddings=64,
-        deepstack_visual_indexes=[0, 1],
-    )
-    rope = _ROPE | dict(mrope_interleaved=True)
-    text = _TEXT | dict(rope_parameters=rope)
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=sight, **_TOKENS)
-    return transformers.Qwen3VLForConditionalGeneration(config)
-
-
-def _qwen3_5() -> torch.nn.Module:
-    """A model with recurrent layers."""
-    sight = _SIGHT | dict(
-        hidden_size=32, intermediate_size=48, out_hidden_size=64, num_position_embeddings=64
-    )
-    rope = _ROPE | dict(mrope_interleaved=True, partial_rotary_factor=1.0)
-    text = models.GROUPED | models.LINEAR | dict(rope_parameters=rope)
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=sight, **_TOKENS)
-    return transformers.Qwen3_5ForConditionalGeneration(config)
-
-
-M_ROPE = {"qwen2_vl": _qwen2_vl, "qwen2_5_vl": _qwen2_5_vl, "qwen3_vl": _qwen3_vl}
-HYBRID = {"qwen3_5": _qwen3_5}
+}
 SPECIAL = [IMAGE, 191, START, END]
 
 
 def made(name: str) -> Any:
+    kind, words, sight = (M_ROPE | HYBRID)[name]
+    config = getattr(transformers, f"{kind}Config")
     torch.manual_seed(3)
-    return models.sharpen((M_ROPE | HYBRID)[name](), factor=2.0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(
+        config(text_config=words, vision_config=sight, **_TOKENS)
+    )
+    return models.sharpen(model, factor=2.0)
 
 
 def text(count: int, seed: int) -> torch.Tensor:
@@ -212,17 +197,10 @@ def test_forwards_without_positions_count_anew(name: str) -> None:
         asked(text(20, 2), CAT, text(9, 3)),
         asked(torch.cat([text(40, 1), text(7, 4)], 1)),
     ]
-
-    def answer(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
-        cache = DynamicCache(config=model.config.get_text_config())
-        more = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
-        with torch.no_grad():
-            return model(**given, **more).logits[:, -1]
-
-    wanted = [answer(twin, given) for given in calls]
+    wanted = [passed(twin, given) for given in calls]
     with attached(model) as kv:
         for given, want in zip(calls, wanted, strict=True):
-            torch.testing.assert_close(answer(model, given), want, rtol=0, atol=1e-3)
+            torch.testing.assert_close(passed(model, given), want, rtol=0, atol=1e-3)
         assert reused(kv) > 0
 
 
@@ -365,6 +343,26 @@ def pictured(*parts: torch.Tensor | int, typed: int = 0, token: int = IMAGE) -> 
     return given | dict(token_type_ids=types)
 
 
+def test_two_images_never_share_a_page() -> None:
+    """Placeholders are the same tokens for every image: only the pixels tell prompts apart."""
+    model, first, last = models.llava(), text(20, 1), text(36, 2)
+    longer = torch.cat([last, text(12, 5)], 1)
+    calls = [untyped(first, n, end) for n, end in ((1, last), (2, last), (1, longer))]
+    calls.append(dict(input_ids=text(60, 1)))
+    images = [generate(model, 4, **call).logits[0] for call in calls[:2]]
+    assert not torch.equal(*images), "images do not matter: no test"
+    counts = same_as_alone(model, calls)
+    assert counts[0] == 16 + 60 + 16, "before the image; all of the shorter prompt; before it"
+    assert counts[1] == 59 + 59 + 71 + 59
+
+
+def untyped(*parts: torch.Tensor | int) -> dict[str, Any]:
+    """What `generate` of LLaVA is given, see `pictured`."""
+    given = pictured(*parts, token=models.IMAGE_TOKEN)
+    del given["token_type_ids"]
+    return given
+
+
 def _seeing() -> Any:
     torch.manual_seed(3)
     model = models.sharpen(_gemma3(), factor=2.0)
@@ -426,10 +424,9 @@ def test_tokens_that_images_change_beside_their_own() -> None:
 @pytest.mark.filterwarnings("ignore:FlowKV leaves this call.*padding holds images")
 def test_an_image_in_the_padding_takes_its_features() -> None:
     model: Any = models.llava()
-    calls = [pictured(1, text(44, 1), n, text(9, 2), token=models.IMAGE_TOKEN) for n in (2, 3)]
+    calls = [untyped(1, text(44, 1), n, text(9, 2)) for n in (2, 3)]
     for call in calls:
         call["attention_mask"][:, :20] = 0
-        del call["token_type_ids"]
     assert same_as_alone(model, calls, page_size=8) == [0, 0]
 
 
@@ -480,11 +477,8 @@ def test_a_cache_made_beforehand_is_given_to_generate_with_another_image(name: s
     if name == "qwen3_vl":
         model, calls = made(name), [asked(first, image, last) for image in (CAT, DOG)]
     else:
-        model = _seeing() if name == "gemma3" else models.llava()
-        token = IMAGE if name == "gemma3" else models.IMAGE_TOKEN
-        calls = [pictured(first, n, last, token=token) for n in (1, 2)]
-        for call in calls if name == "llava" else ():
-            del call["token_type_ids"]
+        model, given = (models.llava(), untyped) if name == "llava" else (_seeing(), pictured)
+        calls = [given(first, n, last) for n in (1, 2)]
     wanted = [generate(model, 4, **call) for call in calls]
     with attached(model, page_size=8) as kv:
         for cached, given in [(0, 1), (0, 0), (1, 1), (1, 0)] * 2:
@@ -513,9 +507,9 @@ def test_text_over_a_cache_made_beforehand_behind_an_image(name: str) -> None:
 
 def test_a_cache_made_beforehand_is_given_another_image() -> None:
     model: Any = models.llava()
-    calls = [pictured(text(30, 1), n, text(9, 2), token=models.IMAGE_TOKEN) for n in (1, 2)]
+    calls = [untyped(text(30, 1), n, text(9, 2)) for n in (1, 2)]
     for call in calls:
-        del call["token_type_ids"], call["attention_mask"]
+        del call["attention_mask"]
         call["position_ids"] = torch.arange(call["input_ids"].shape[1])[None]
     wanted = [passed(model, call) for call in calls]
     with attached(model, page_size=8) as kv:
@@ -533,10 +527,7 @@ def test_a_cache_made_beforehand_is_given_another_image() -> None:
 def test_a_cache_made_beforehand_is_not_given_all(left_out: str) -> None:
     """Its names are those of pages with images and types, which these are not."""
     seeing: Any = models.llava() if left_out == "pixel_values" else _seeing()
-    token = models.IMAGE_TOKEN if left_out == "pixel_values" else IMAGE
-    call = pictured(text(30, 1), 1, text(9, 2), token=token)
-    if left_out == "pixel_values":
-        del call["token_type_ids"]
+    call = (untyped if left_out == "pixel_values" else pictured)(text(30, 1), 1, text(9, 2))
     less = {key: value for key, value in call.items() if key != left_out}
     wanted = [passed(seeing, given) for given in (call, less)]
     with attached(seeing, page_size=8) as kv:

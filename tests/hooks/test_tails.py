@@ -15,7 +15,7 @@ import flowkv
 from flowkv import Engine
 from tests.cache.fakes import MemoryTier, Wrapped
 from tests.hooks import models
-from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.hooks.compare import assert_same, attached, filled, forward, generate, reused
 from tests.inside import Identity
 
 
@@ -50,10 +50,7 @@ def test_forks_of_a_conversation_in_the_middle_of_a_page(cut: int) -> None:
 def test_rows_of_a_batch_begin_at_one_column() -> None:
     model = models.causal("llama")
     ids = torch.cat([models.prompt(60, seed=seed) for seed in (1, 2, 3)])
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate((0, 13, 37)):
-        ids[row, :pad], mask[row, :pad] = 0, 0
-    inputs = dict(input_ids=ids, attention_mask=mask)
+    inputs = models.pad_rows(ids, 0, 13, 37)
     wanted = generate(model, **inputs)
     with attached(model) as kv:
         for turn in range(3):
@@ -103,51 +100,39 @@ def test_a_page_that_fills_behind_a_change_is_kept_nowhere(kind: str, tmp_path) 
             layer.post_attention_layernorm.variance_epsilon = was if factor == -1.0 else 3.0
 
     with attached(model, disk=f"{disk}:64MiB"):
-        with torch.no_grad():
-            cache = DynamicCache(config=model.config)
-            model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            change(-1.0 if kind == "weights" else 1.0)
-            model(longer[:, 52:61], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            del cache  # while the model is still another one
-            change(-1.0)
+        cache = filled(model, prompt)
+        change(-1.0 if kind == "weights" else 1.0)
+        forward(model, longer[:, 52:61], cache)
+        del cache  # while the model is still another one
+        change(-1.0)
         assert_same(generate(model, input_ids=longer), wanted)
     again = models.short()
     with attached(again, disk=f"{disk}:64MiB"):
         assert_same(generate(again, input_ids=longer), wanted)
 
 
-class Steps:
-    """Forwards over caches of one model, whose first values may be negated."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def run(self, ids: torch.Tensor, cache: Any) -> None:
-        with torch.no_grad():
-            self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-    def change(self) -> None:
-        with torch.no_grad():
-            self.model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
+@torch.no_grad()
+def negate(model: Any) -> None:
+    """Change the first values, or change them back."""
+    model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_cut_takes_back_what_was_looked_at(copied: bool, tmp_path) -> None:
     """A page was filled and cut again before the model changed and wrote to its end."""
     model, ids = models.short(), models.prompt(45)
-    steps, wanted = Steps(model), generate(models.short(), input_ids=ids[:, :43])
-    options = dict(page_size=16, disk=f"{tmp_path}/kv:64MiB")
+    wanted = generate(models.short(), input_ids=ids[:, :43])
+    options = dict(disk=f"{tmp_path}/kv:64MiB")
     with attached(model, **options):
-        cache = DynamicCache(config=model.config)
-        steps.run(ids[:, :44], cache)
+        cache = filled(model, ids[:, :44])
         cache = deepcopy(cache) if copied else cache
         cache.crop(34)
-        steps.change()
+        negate(model)
         for at in range(34, 42):
-            steps.run(ids[:, at : at + 1], cache)
+            forward(model, ids[:, at : at + 1], cache)
         del cache
         gc.collect()
-        steps.change()
+        negate(model)
         assert_same(generate(model, input_ids=ids[:, :43]), wanted)
     again = models.short()
     with attached(again, **options):
@@ -157,16 +142,14 @@ def test_a_cut_takes_back_what_was_looked_at(copied: bool, tmp_path) -> None:
 def test_a_row_that_ends_behind_a_change_takes_others_with_it(tmp_path) -> None:
     """The change is undone before the others end, and was not counted."""
     model, ids, other = models.short(), models.prompt(45), models.prompt(32, seed=2)
-    steps, options = Steps(model), dict(page_size=16, disk=f"{tmp_path}/kv:64MiB")
+    options = dict(disk=f"{tmp_path}/kv:64MiB")
     values = model.model.layers[0].self_attn.v_proj.weight.data
     wanted = generate(models.short(), input_ids=ids)
     with attached(model, **options):
-        held, beside = (DynamicCache(config=model.config) for _ in range(2))
-        steps.run(ids[:, :36], held)
-        steps.run(other[:, :20], beside)
+        held, beside = filled(model, ids[:, :36]), filled(model, other[:, :20])
         values.neg_()
-        steps.run(ids[:, 36:44], held)
-        steps.run(other[:, 20:24], beside)
+        forward(model, ids[:, 36:44], held)
+        forward(model, other[:, 20:24], beside)
         del beside
         gc.collect()
         values.neg_()
@@ -181,14 +164,12 @@ def test_a_row_that_ends_behind_a_change_takes_others_with_it(tmp_path) -> None:
 def test_rows_that_end_while_their_model_is_named_anew(tmp_path, monkeypatch) -> None:
     """Between the new name and the end of the old one, the model is not compared with itself."""
     model, ids, other = models.short(), models.prompt(45), models.prompt(32, seed=2)
-    steps, options = Steps(model), dict(page_size=16, disk=f"{tmp_path}/kv:64MiB")
+    options = dict(disk=f"{tmp_path}/kv:64MiB")
     with attached(model, **options):
-        held, beside = (DynamicCache(config=model.config) for _ in range(2))
-        steps.run(ids[:, :36], held)
-        steps.run(other[:, :31], beside)
-        steps.change()
+        held, beside = filled(model, ids[:, :36]), filled(model, other[:, :31])
+        negate(model)
         for at in range(36, 44):
-            steps.run(ids[:, at : at + 1], held)
+            forward(model, ids[:, at : at + 1], held)
         last = [held]
         del held
         read = Identity.read
@@ -202,9 +183,9 @@ def test_rows_that_end_while_their_model_is_named_anew(tmp_path, monkeypatch) ->
 
         with monkeypatch.context() as patch:
             patch.setattr(Identity, "read", reading)
-            steps.run(other[:, 31:], beside)  # fills a page
+            forward(model, other[:, 31:], beside)  # fills a page
         assert not last
-        steps.change()
+        negate(model)
     again = models.short()
     with attached(again, **options):
         assert_same(generate(again, input_ids=ids), generate(models.short(), input_ids=ids))

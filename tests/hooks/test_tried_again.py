@@ -5,36 +5,33 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
 from transformers.models.llama import modeling_llama
 
 import flowkv
 from tests.hooks import models
-from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.hooks.compare import assert_same, attached, forward, generate, reused
 from tests.hooks.tabled import as_library
 from tests.inside import Identity, Weights
 from tests.inside import door as doors
 
-Undo = Callable[[], None]
+Edit = AbstractContextManager[Any]
+"""While it is open, a model computes something else."""
 
 
-def hook(model: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Undo:
-    handle = model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: change(out))
-    return handle.remove
-
-
-def patched(owner: Any, name: str, value: Any) -> Undo:
-    had, before = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, value)
-    return lambda: setattr(owner, name, before) if had else delattr(owner, name)
+def hook(model: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
+    return model.model.layers[1].mlp.register_forward_hook(lambda m, a, out: change(out))
 
 
 def last_token(x: torch.Tensor) -> torch.Tensor:
@@ -54,35 +51,41 @@ def twentieth_token(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def looks_ahead(model: Any) -> Undo:
+@contextmanager
+def looks_ahead(model: Any) -> Iterator[None]:
     layers = [layer.self_attn for layer in model.model.layers]
-    undone = [patched(layer, "is_causal", False) for layer in layers]
-    mask = patched(modeling_llama, "create_causal_mask", lambda *_, **__: None)
-    return lambda: [undo() for undo in (*undone, mask)] and None
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(patch.object(layer, "is_causal", False))
+        unmasked = patch.object(modeling_llama, "create_causal_mask", lambda *_, **__: None)
+        stack.enter_context(unmasked)
+        yield
 
 
-def attention_of_torch(model: Any) -> Undo:
-    plain = F.scaled_dot_product_attention
-    return patched(F, "scaled_dot_product_attention", lambda q, *a, **k: plain(q * 1.02, *a, **k))
+def attention_of_torch(model: Any) -> Edit:
+    name, plain = "scaled_dot_product_attention", F.scaled_dot_product_attention
+    return patch.object(F, name, lambda q, *a, **k: plain(q * 1.02, *a, **k))
 
 
-def keys_repeated(model: Any) -> Undo:
+def keys_repeated(model: Any) -> Edit:
     plain = sdpa_attention.repeat_kv
-    whole = patched(sdpa_attention, "use_gqa_in_sdpa", lambda *_: False)
-    scaled = patched(sdpa_attention, "repeat_kv", lambda x, n: plain(x * 1.02, n))
-    return lambda: [undo() for undo in (whole, scaled)] and None
-
-
-def cache_layers(model: Any) -> Undo:
-    from transformers.cache_utils import DynamicLayer
-
-    plain = DynamicLayer.update
-    return patched(
-        DynamicLayer, "update", lambda self, k, v, *a, **o: plain(self, k, v * 0.5, *a, **o)
+    return patch.multiple(
+        sdpa_attention,
+        use_gqa_in_sdpa=lambda *_: False,
+        repeat_kv=lambda x, n: plain(x * 1.02, n),
     )
 
 
-EDITS: dict[str, Callable[[Any], Undo]] = {
+def cache_layers(model: Any) -> Edit:
+    plain = DynamicLayer.update
+
+    def halved(self: Any, k: Any, v: Any, *given: Any, **more: Any) -> Any:
+        return plain(self, k, v * 0.5, *given, **more)
+
+    return patch.object(DynamicLayer, "update", halved)
+
+
+EDITS: dict[str, Callable[[Any], Edit]] = {
     "the last token": lambda m: hook(m, last_token),
     "the prompt alone": lambda m: hook(m, prefill_only),
     "decoding alone": lambda m: hook(m, lambda x: x + 2.0 if x.shape[1] == 1 else x),
@@ -101,19 +104,16 @@ EDITS: dict[str, Callable[[Any], Undo]] = {
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
 @pytest.mark.filterwarnings("ignore")
-def test_an_edit_that_pages_cannot_serve(edit: Callable[[Any], Undo]) -> None:
+def test_an_edit_that_pages_cannot_serve(edit: Callable[[Any], Edit]) -> None:
     model, prompt = models.causal("llama"), models.prompt(60)
     plain = generate(model, 6, input_ids=prompt)
     with attached(model) as kv:
         for _ in range(2):
             generate(model, 6, input_ids=prompt)
-        undo = edit(model)
-        try:
+        with edit(model):
             ours = [generate(model, 6, input_ids=prompt) for _ in range(3)]
             kv.detach()
             theirs = generate(model, 6, input_ids=prompt)
-        finally:
-            undo()
     assert not torch.equal(torch.stack(plain.logits), torch.stack(theirs.logits))
     for found in ours:
         assert_same(found, theirs)
@@ -165,8 +165,8 @@ def test_a_trial_uses_up_nothing_of_others() -> None:
 # ---- gradients
 
 
-def steered(model: Any, vector: torch.Tensor | None) -> Undo:
-    return (lambda: None) if vector is None else hook(model, lambda x: x + vector)
+def steered(model: Any, vector: torch.Tensor | None) -> Edit:
+    return nullcontext() if vector is None else hook(model, lambda x: x + vector)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -176,7 +176,6 @@ def test_gradients_flow_behind_a_prompt_that_was_computed_without(frozen: bool) 
     model, prompt, more = models.causal("llama"), models.prompt(50), models.prompt(4, seed=3)
     model.requires_grad_(not frozen)
     vector = torch.zeros(64, requires_grad=True) if frozen else None
-    undo = steered(model, vector)
 
     def gradients() -> list[torch.Tensor]:
         cache = DynamicCache(config=model.config)
@@ -189,10 +188,10 @@ def test_gradients_flow_behind_a_prompt_that_was_computed_without(frozen: bool) 
         every = [vector] if vector is not None else list(model.parameters())
         return [p.grad.clone() for p in every if p is not None and p.grad is not None]
 
-    theirs = gradients()
-    with attached(model):
-        ours = gradients()
-    undo()
+    with steered(model, vector):
+        theirs = gradients()
+        with attached(model):
+            ours = gradients()
     assert theirs and len(ours) == len(theirs)
     for found, wanted in zip(ours, theirs, strict=True):
         assert torch.allclose(found, wanted, atol=1e-5)
@@ -210,10 +209,9 @@ def test_gradients_of_a_hook_that_came_behind_the_prompt() -> None:
             model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
         for ids, given in ((more, cache), (prompt, DynamicCache(config=model.config))):
             vector = torch.zeros(64, requires_grad=True)
-            undo = steered(model, vector)
-            logits = model(ids, past_key_values=given, use_cache=True, logits_to_keep=1).logits
-            logits.square().mean().backward()
-            undo()
+            with steered(model, vector):
+                logits = model(ids, past_key_values=given, use_cache=True, logits_to_keep=1).logits
+                logits.square().mean().backward()
             assert vector.grad is not None
             found.append(vector.grad)
         return found
@@ -242,20 +240,22 @@ def jvp(model: Any, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.func.jvp(logits, (given,), (torch.ones_like(given),)))
 
 
-def vmapped(model: Any, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    def logits(row: torch.Tensor) -> Any:
+def of_a_row(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Logits of a model behind a row, which gets a cache of its own."""
+
+    def logits(row: torch.Tensor) -> torch.Tensor:
         given = dict(past_key_values=DynamicCache(config=model.config), use_cache=True)
         return model(row, **given, logits_to_keep=1).logits
 
-    return [torch.func.vmap(logits)(torch.stack([ids, ids + 1]))]
+    return logits
+
+
+def vmapped(model: Any, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.func.vmap(of_a_row(model))(torch.stack([ids, ids + 1]))]
 
 
 def traced(model: Any, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    def logits(row: torch.Tensor) -> Any:
-        given = dict(past_key_values=DynamicCache(config=model.config), use_cache=True)
-        return model(row, **given, logits_to_keep=1).logits
-
-    return [torch.jit.trace(logits, (ids,), check_trace=False)(ids + 1)]
+    return [torch.jit.trace(of_a_row(model), (ids,), check_trace=False)(ids + 1)]
 
 
 @pytest.mark.parametrize("way", [derivative, jvp, vmapped, traced])
@@ -268,7 +268,7 @@ def test_transforms_of_torch_see_no_pages(way: Callable[..., list[torch.Tensor]]
     @torch.no_grad()
     def found() -> list[torch.Tensor]:
         cache = DynamicCache(config=model.config)
-        model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        forward(model, prompt, cache)
         return way(model, cache, more)
 
     theirs = found()
@@ -280,37 +280,18 @@ def test_transforms_of_torch_see_no_pages(way: Callable[..., list[torch.Tensor]]
 # ---- caches that leave their pages
 
 
-def turn(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_cache_goes_from_one_model_to_another() -> None:
     prompt, more = models.prompt(50), models.prompt(4, seed=3)
     first = models.causal("llama")
     second = copy.deepcopy(first)
     own = DynamicCache(config=first.config)
-    turn(first, own, prompt)
-    wanted = turn(second, own, more)
+    forward(first, prompt, own)
+    wanted = forward(second, more, own)
     with attached(first), attached(second):
         cache = DynamicCache(config=first.config)
-        turn(first, cache, prompt)
-        assert torch.allclose(turn(second, cache, more), wanted, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["llama", "falcon_h1"])
-@pytest.mark.filterwarnings("ignore")
-def test_closing_leaves_a_cache_to_whoever_holds_it(name: str) -> None:
-    model, prompt, more = models.causal(name), models.prompt(50), models.prompt(4, seed=3)
-    own = DynamicCache(config=model.config)
-    turn(model, own, prompt)
-    wanted = turn(model, own, more)
-    kv = flowkv.attach(model, gpu="64MiB", page_size=16)
-    cache = DynamicCache(config=model.config)
-    turn(model, cache, prompt)
-    kv.close()
-    assert torch.allclose(turn(model, cache, more), wanted, atol=1e-4)
+        forward(first, prompt, cache)
+        assert torch.allclose(forward(second, more, cache), wanted, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")
