@@ -8,10 +8,12 @@ tier abandons a call that takes longer, and does not reuse its memory until it r
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol, TypedDict
 
 from flowkv.core.clock import Clock
@@ -22,6 +24,7 @@ from flowkv.tiers.envelope import Envelope
 NAME = re.compile("[0-9a-f]{64}")
 """Names of objects."""
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PAUSE_S = 0.002
 
 
 class Listed(NamedTuple):
@@ -44,6 +47,10 @@ class Backend(Protocol):
     One that writes files under another name first has `sweep()` as well, which removes what is left
     of those, of any age: an erasure calls it, and a store under way may fail by it. It raises where
     its directory is another one by now.
+
+    One that can has `swap(name, was, data, timeout_s)`, too: it writes an object if its bytes are
+    still `was` (None: if it is missing), and returns whether they were. Without it, two nodes that
+    erase at once may lose the note for other nodes of one erasure.
 
     Every failure is an `OSError`: `TimeoutError` after the time limit, `PermissionError` if the
     engine refuses and will refuse again (never retried), one with `errno.ENOSPC` if it is full,
@@ -154,6 +161,34 @@ def sweep(root: str, folder: str, unfinished: re.Pattern[str], inode: int) -> No
             if unfinished.fullmatch(entry.name):
                 with suppress(FileNotFoundError):
                     os.unlink(entry)
+
+
+@contextmanager
+def locked(path: str, timeout_s: float) -> Iterator[None]:
+    """Hold a lock for a file, against all processes; a file system may have no locks.
+
+    Raises:
+        OSError: Another process holds it longer, or the directory cannot be written.
+    """
+    end_s = time.monotonic() + timeout_s
+    file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= end_s:
+                    raise TimeoutError(f"another process holds {path}.lock") from None
+                time.sleep(_PAUSE_S)
+                continue
+            except OSError:  # no locks here
+                pass
+            break
+        yield
+        with suppress(OSError):  # now, as a forked child may have the descriptor, too
+            fcntl.flock(file, fcntl.LOCK_UN)
+    finally:
+        os.close(file)
 
 
 def prefix_of(options: dict[str, str]) -> str:

@@ -6,10 +6,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from flowkv.tiers.remote.tier import RemoteTier
 from tests.inside import Listed, ManualClock
 
+ERASED = "erased"
 Fault = Callable[[str, bytes], bytes]
 PATIENCE_S = 20.0
 
@@ -83,6 +85,12 @@ class FaultyBackend:
             self._hang()
         self._lose(fault)
 
+    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> bool:
+        if self.objects.get(name) == was:
+            self.put(name, data, timeout_s)
+            return True
+        return False
+
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         fault = self._suffer("delete", timeout_s)
         for name in names if fault != "ignore" else ():
@@ -136,6 +144,18 @@ class FaultyBackend:
     def _lose(self, fault: str) -> None:
         if fault == "lost reply":
             raise ConnectionResetError(104, "connection reset")
+
+
+def check_swap(backend: Any) -> None:
+    """A write from what was read before another write changes nothing."""
+    one, two, room = memoryview(b"one"), memoryview(b"22"), memoryview(bytearray(9))
+    assert not backend.swap(ERASED, b"one", two, 5.0)
+    assert backend.swap(ERASED, None, one, 5.0) and not backend.swap(ERASED, None, two, 5.0)
+    for other in (b"", b"on", b"ono", b"onee"):
+        assert not backend.swap(ERASED, other, two, 5.0)
+    assert backend.get(ERASED, 0, room, 5.0) == b"one"
+    assert backend.swap(ERASED, b"one", two, 5.0) and not backend.swap(ERASED, b"one", one, 5.0)
+    assert backend.get(ERASED, 0, room, 5.0) == b"22"
 
 
 def steady(tier: RemoteTier) -> RemoteTier:

@@ -143,6 +143,21 @@ def test_a_request_that_hangs(tier: ObjectTier, wire: Wire) -> None:
     assert target == b"\xaa" * SIZE
 
 
+def test_an_object_that_another_wrote_is_not_replaced(tier: ObjectTier, wire: Wire) -> None:
+    """As the store says; one that knows no conditional requests replaces it."""
+    store, one, two = tier.backend, memoryview(b"one"), memoryview(b"22")
+    wire.plan["PUT"] = ["409"]
+    assert not store.swap("erased", None, one, LATE_S) and store.swap("erased", None, one, LATE_S)
+    wire.plan["PUT"] = ["412"]
+    assert not store.swap("erased", b"one", two, LATE_S)
+    wire.plan["PUT"] = ["501"]
+    assert store.swap("erased", b"one", two, LATE_S) and not wire.plan["PUT"]
+    assert not store.swap("erased", b"one", two, LATE_S)
+    wire.plan["PUT"] = ["403"]
+    with pytest.raises(PermissionError):
+        store.swap("erased", b"22", one, LATE_S)
+
+
 def test_deletions_are_one_request(tier: ObjectTier, wire: Wire) -> None:
     stored(tier, range(30))
     wire.requests.clear()

@@ -36,11 +36,12 @@ from tests.inside import (
     StoreError,
     decode_catalog,
     encode_catalog,
+    locked,
     objects,
 )
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, stored
-from .faulty import steady
+from .faulty import check_swap, steady
 from .servers import ObjectServer, find_program, object_server
 
 pytest.importorskip("obstore")
@@ -379,6 +380,16 @@ def test_a_look_that_failed_is_made_whole_again(
     assert {key_of(0), key_of(1)} <= found.keys()
     assert [key for key, _ in tier.known.fresh or ()] == [key_of(2)], "others are to be notified"
     tier.close()
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_what_another_wrote_since_is_not_replaced(where: str, tmp_path: Path) -> None:
+    check_swap(ObjectBackend("memory:///" if where == "memory" else f"file://{tmp_path}"))
+
+
+def test_a_lock_that_another_process_holds_is_named(tmp_path: Path) -> None:
+    with locked(f"{tmp_path}/erased", 1.0), pytest.raises(TimeoutError, match="another process"):
+        ObjectBackend(f"file://{tmp_path}").swap("erased", None, memoryview(b"one"), 0.01)
 
 
 @pytest.mark.parametrize("erased", [[0], []])
