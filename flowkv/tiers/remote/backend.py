@@ -11,9 +11,8 @@ import errno
 import fcntl
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NamedTuple, Protocol, TypedDict
 
 from flowkv.core.clock import Clock
@@ -24,7 +23,7 @@ from flowkv.tiers.envelope import Envelope
 NAME = re.compile("[0-9a-f]{64}")
 """Names of objects."""
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_PAUSE_S = 0.002
+CHANGED = "another process wrote it"
 
 
 class Listed(NamedTuple):
@@ -49,8 +48,8 @@ class Backend(Protocol):
     its directory is another one by now.
 
     One that can has `swap(name, was, data, timeout_s)`, too: it writes an object if its bytes are
-    still `was` (None: if it is missing), and returns whether they were. Without it, two nodes that
-    erase at once may lose the note for other nodes of one erasure.
+    still `was` (None: if it is missing), and raises an error with `errno.EBUSY` if not. Without it,
+    two nodes that erase at once may lose the note for other nodes of one erasure.
 
     Every failure is an `OSError`: `TimeoutError` after the time limit, `PermissionError` if the
     engine refuses and will refuse again (never retried), one with `errno.ENOSPC` if it is full,
@@ -163,32 +162,27 @@ def sweep(root: str, folder: str, unfinished: re.Pattern[str], inode: int) -> No
                     os.unlink(entry)
 
 
-@contextmanager
-def locked(path: str, timeout_s: float) -> Iterator[None]:
-    """Hold a lock for a file, against all processes; a file system may have no locks.
+def swap(backend: Backend, path: str, was: bytes | None, data: memoryview, left_s: float) -> None:
+    """Do what `Backend` calls `swap`, under a lock on a file beside the object's file.
 
     Raises:
-        OSError: Another process holds it longer, or the directory cannot be written.
+        OSError: As every backend.
     """
-    end_s = time.monotonic() + timeout_s
-    file = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= end_s:
-                    raise TimeoutError(f"another process holds {path}.lock") from None
-                time.sleep(_PAUSE_S)
-                continue
-            except OSError:  # no locks here
-                pass
-            break
-        yield
-        with suppress(OSError):  # now, as a forked child may have the descriptor, too
-            fcntl.flock(file, fcntl.LOCK_UN)
-    finally:
-        os.close(file)
+    name, room = os.path.basename(path), memoryview(bytearray(len(was or b"") + 1))
+    with open(f"{path}.lock", "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(errno.EBUSY, f"another process holds {path}.lock") from None
+        except OSError:
+            pass  # the file system has no locks
+        try:
+            if backend.get(name, 0, room, left_s) != was:
+                raise OSError(errno.EBUSY, CHANGED)
+            backend.put(name, data, left_s)
+        finally:
+            with suppress(OSError):  # now, as a forked child may have the file open, too
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def prefix_of(options: dict[str, str]) -> str:

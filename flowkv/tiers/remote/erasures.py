@@ -1,9 +1,9 @@
 """Erasure log of a remote tier, shared by caches of all nodes: one small object beside the frames.
 
-The object has the entries of `tiers.erasure_log`. A cache that erases adds an entry to those that it
-read, if no other node wrote since (`swap`), and puts it back for some minutes if it is lost all the
-same. All others read the object now and then (`RemoteLimits.every_s`). As in the log of a place on
-the host, damage counts as an erasure of everything, and so does an object with only new entries.
+The object has the entries of `tiers.erasure_log`. A cache that erases adds an entry to those which
+it read, if no other node wrote since (`swap`), and puts it back for some minutes if it is lost all
+the same. All others read the object now and then (`RemoteLimits.every_s`). As in the log of a place
+on the host, damage counts as an erasure of everything, and so does an object with only new entries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_ENTRIES, _MOST_BYTES = 64, 1 << 20
 AGAIN_S = 75.0
 """Time after which stores under way during an erasure have ended or failed."""
 _KEPT_S = 600.0
-_TRIES, _PAUSE_S = 50, 0.02
+_TRIES, _PAUSE_S = 50, 0.05
 """Most tries of a change while other nodes change the object, and longest pause between two."""
 
 
@@ -135,18 +135,15 @@ class RemoteErasures:
             OSError: The engine failed.
         """
         with self._looking:
-            for _ in range(_TRIES):
+            for left in reversed(range(_TRIES)):
                 try:
-                    if self._look():
-                        return
+                    return self._look()
                 except OSError as error:
-                    if error.errno != errno.EBUSY:
+                    if error.errno != errno.EBUSY or not left:
                         raise
                 time.sleep(random.random() * _PAUSE_S)
-        raise OSError(errno.EBUSY, "other nodes change it all the time")
 
-    def _look(self) -> bool:
-        """Read the object, and change it if needed; False if another node changed it meanwhile."""
+    def _look(self) -> None:
         data, told = self._read()
         there = told or {}
         oldest_ns = self._clock.now_ns() - round(_KEPT_S * 1e9)
@@ -158,8 +155,7 @@ class RemoteErasures:
         lacking = mine.keys() - there.keys() - made_room
         if lacking or told is None:
             entries = [*there.values(), *(mine[lot] for lot in mine if lot in lacking)]
-            if not self._swap(data, entries[-MOST_ENTRIES:]):
-                return False
+            self._swap(data, entries[-MOST_ENTRIES:])
         fresh = [entry for lot, entry in there.items() if lot not in old]
         # If none of the known entries of others is left, or one before the first of a full object
         # may be unknown, an unknown number went with them.
@@ -169,7 +165,6 @@ class RemoteErasures:
         with self._lock:
             self._heard += [ALL] if lost else fresh
             self._seen = {*there} | (seen & mine.keys())
-        return True
 
     def repeat(self, erase: Callable[[list[Erased]], None]) -> None:
         """Repeat erasures, as stores may have ended late: each once, unless that fails.
@@ -191,10 +186,9 @@ class RemoteErasures:
         data = self._backend.get(NAME, 0, memoryview(bytearray(_MOST_BYTES)), self._call_s)
         return (None, {}) if data is None else (whole := bytes(data), unpack_entries(whole))
 
-    def _swap(self, was: bytes | None, entries: list[Erased]) -> bool:
-        swap = getattr(self._backend, "swap", None)
+    def _swap(self, was: bytes | None, entries: list[Erased]) -> None:
         data = memoryview(pack_entries(entries))
-        if swap is not None:
-            return bool(swap(NAME, was, data, self._call_s))
-        self._backend.put(NAME, data, self._call_s)
-        return True
+        if (swap := getattr(self._backend, "swap", None)) is not None:
+            swap(NAME, was, data, self._call_s)
+        else:
+            self._backend.put(NAME, data, self._call_s)

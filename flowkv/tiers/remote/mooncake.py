@@ -200,10 +200,10 @@ class Mooncake:
         if code:
             raise _failed(code)
 
-    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> bool:
-        """Write an object if its bytes are still `was`; see `Backend`.
+    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> None:
+        """Write an object if its bytes are still `was`.
 
-        Two clients exclude each other by a second object, which only the first `put` can make.
+        Clients exclude each other by a second object, which only the first `put` can make.
 
         Raises:
             OSError: As every backend.
@@ -215,15 +215,14 @@ class Mooncake:
             if (holder := client.get(lock)) != mine:
                 if holder and int(holder[:20]) < time.time_ns() - _LOCKED_NS:
                     client.remove(lock, True)  # of a process that was killed
-                return False
+                raise _failed(REPLICA_IS_NOT_READY)
             try:
                 room = memoryview(bytearray(len(was or b"") + 1))
                 if self.get(name, 0, room, timeout_s) != was:
-                    return False
+                    raise _failed(REPLICA_IS_NOT_READY)
                 self.put(name, data, timeout_s)
             finally:
                 client.remove(lock, True)
-        return True
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         """Remove objects, leased ones too.

@@ -25,7 +25,7 @@ import numpy as np
 from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.tiers.base import UNBOUNDED
-from flowkv.tiers.remote.backend import NAME, Listed, RemoteLimits, RemoteOptions, locked, sweep
+from flowkv.tiers.remote.backend import NAME, Listed, RemoteLimits, RemoteOptions, swap, sweep
 from flowkv.tiers.remote.tier import RemoteTier
 
 try:
@@ -106,18 +106,13 @@ class Nixl:
         finally:
             os.close(file)
 
-    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> bool:
-        """Write a file if its bytes are still `was`, under a lock; see `Backend`.
+    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> None:
+        """Write a file if its bytes are still `was`, under a lock.
 
         Raises:
             OSError: As every backend.
         """
-        with locked(self._path(name), timeout_s):
-            room = memoryview(bytearray(len(was or b"") + 1))
-            if self.get(name, 0, room, timeout_s) != was:
-                return False
-            self.put(name, data, timeout_s)
-        return True
+        swap(self, self._path(name), was, data, timeout_s)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         """Remove files; missing ones are no error.

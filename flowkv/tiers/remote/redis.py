@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.tiers.base import UNBOUNDED
-from flowkv.tiers.remote.backend import NAME, Listed, RemoteOptions, prefix_of, shown
+from flowkv.tiers.remote.backend import CHANGED, NAME, Listed, RemoteOptions, prefix_of, shown
 from flowkv.tiers.remote.tier import RemoteTier
 
 try:
@@ -409,8 +409,8 @@ class Redis:
         request = (b"SET", key, value, *options)
         self._call(self._nodes.for_key(key), [request], end_s, lambda reply: reply == b"OK")
 
-    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> bool:
-        """Write a string if its bytes are still `was`; see `Backend`.
+    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> None:
+        """Write a string if its bytes are still `was`.
 
         Raises:
             OSError: As every backend.
@@ -418,7 +418,8 @@ class Redis:
         key, value = self._key(name), b"".join((_STAMP.pack(time.time_ns()), data))
         request = (b"EVAL", _SWAP, b"1", key, was or b"", value)
         end_s = time.monotonic() + timeout_s
-        return self._call(self._nodes.for_key(key), [request], end_s, _is_count) == [1]
+        if self._call(self._nodes.for_key(key), [request], end_s, _is_count) == [0]:
+            raise OSError(errno.EBUSY, CHANGED)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         """Unlink the strings of these names.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import shutil
@@ -36,12 +37,11 @@ from tests.inside import (
     StoreError,
     decode_catalog,
     encode_catalog,
-    locked,
     objects,
 )
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, stored
-from .faulty import check_swap, steady
+from .faulty import check_swap, steady, swaps
 from .servers import ObjectServer, find_program, object_server
 
 pytest.importorskip("obstore")
@@ -388,8 +388,12 @@ def test_what_another_wrote_since_is_not_replaced(where: str, tmp_path: Path) ->
 
 
 def test_a_lock_that_another_process_holds_is_named(tmp_path: Path) -> None:
-    with locked(f"{tmp_path}/erased", 1.0), pytest.raises(TimeoutError, match="another process"):
-        ObjectBackend(f"file://{tmp_path}").swap("erased", None, memoryview(b"one"), 0.01)
+    store = ObjectBackend(f"file://{tmp_path}")
+    with open(tmp_path / "erased.lock", "ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match=r"another process holds .*/erased\.lock"):
+            store.swap("erased", None, memoryview(b"one"), 1.0)
+    assert swaps(store, None, memoryview(b"one"))
 
 
 @pytest.mark.parametrize("erased", [[0], []])
