@@ -424,8 +424,10 @@ class CodecTier(OverTier):
         with self._storing:
             if self.bases.given:
                 return True
-            if coder.name in self._held or self._clock.now_ns() < self._again_ns:
-                return coder.name in self._held
+            held = coder.name in self._held
+            there = held and self.inner.contains([_basis_key(coder.name)])[0]  # not removed
+            if there or self._clock.now_ns() < self._again_ns:
+                return held
             if self.bases.coder(coder.name) is None:  # dropped meanwhile
                 return False
             if self.basis_bytes() > self.capacity_bytes // 4:  # more than they save
@@ -534,7 +536,7 @@ class CodecTier(OverTier):
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Return the answers that are ready; wait up to `timeout_s` for the first one."""
-        return self._answers.poll(timeout_s)
+        return self._answers.poll(timeout_s) if self._pid == os.getpid() else []
 
     def fileno(self) -> int:
         """Return an eventfd that is readable while answers wait."""
