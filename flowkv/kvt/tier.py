@@ -35,6 +35,7 @@ from flowkv.core.digest import digests
 from flowkv.core.errors import StateError
 from flowkv.core.geometry import COLD, Geometry, PageLayout, page_layout
 from flowkv.core.memory import address_of
+from flowkv.core.reaper import started
 from flowkv.kvt.basis import digest, most_basis_bytes
 from flowkv.kvt.codec import PageCoder, codable, coded_fingerprint, read_head
 from flowkv.kvt.device import DEVICES, CodedPage, DeviceDecoder, DeviceQueue
@@ -349,8 +350,7 @@ class CodecTier(OverTier):
         name = f"flowkv {inner.name} codec"  # loads never wait for stores
         self._encoders = ThreadPoolExecutor(ENCODERS, name)
         self._decoders = ThreadPoolExecutor(DECODERS, name)
-        self._reader = threading.Thread(target=self._read, name="flowkv codec", daemon=True)
-        self._reader.start()
+        self._reader = started(self._read, name="flowkv codec")
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":

@@ -37,6 +37,7 @@ from tests.inside import (
     PageCoder,
     PrefixIndex,
     StateError,
+    StoreError,
     coded_forms,
     digests,
     evictable,
@@ -697,6 +698,15 @@ def test_a_basis_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(read) == 1 and len({id(one.result()[0]) for one in found}) == 1
     assert found[0].result()[0].name == CODER.name
     again.close()
+
+
+def test_opening_without_a_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(StoreError, match=r"no thread can start\. End other threads"):
+        made(MemoryTier(), basis=None)
 
 
 def test_answers_wait_for_the_process_that_asked(disk: CodecTier) -> None:
