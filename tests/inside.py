@@ -553,7 +553,7 @@ if TYPE_CHECKING:
     from flowkv.tiers.lossless import AGAIN, SAMPLES, Lossless, unpack_stripe
     from flowkv.tiers.remote import mooncake, objects
     from flowkv.tiers.remote import redis as redis_tier
-    from flowkv.tiers.remote.backend import Listed
+    from flowkv.tiers.remote.backend import CHANGED, Listed
     from flowkv.tiers.remote.erasures import AGAIN_S, MOST_ENTRIES, RemoteErasures
     from flowkv.tiers.remote.mooncake import Mooncake, MooncakeTier
     from flowkv.tiers.remote.nixl import Nixl, NixlTier

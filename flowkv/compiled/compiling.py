@@ -128,7 +128,11 @@ def _compiler_locks() -> list[Any]:
     numba, llvm = map(sys.modules.get, ("numba.core.compiler_lock", "llvmlite.binding.ffi"))
     last = getattr(getattr(llvm, "lib", None), "_lock", None)
     owners = getattr(numba, "global_compiler_lock", None), last
-    return [owner._lock for owner in owners if owner is not None]
+    # Its contexts, made once by the first thread, which may want the lock of compilation then.
+    target = getattr(sys.modules.get("numba.core.registry"), "CPUTarget", None)
+    made = [one for one in vars(target).values() if hasattr(one, "_lock")] if target else []
+    inner = [one.lock for one in made if hasattr(one, "lock")]  # of Python 3.11
+    return [one._lock for one in (*owners, *made) if one is not None] + inner
 
 
 def _hold_compilers() -> None:
@@ -166,7 +170,7 @@ def watch() -> None:
     """
     if _WATCHING:
         return
-    from numba.core import errors, event
+    from numba.core import errors, event, registry
 
     fixer: Any = errors.WarningsFixer  # type: ignore[attr-defined]
 
@@ -188,6 +192,7 @@ def watch() -> None:
     _WATCHING.append(Listener())
     event.register("numba:compiler_lock", _WATCHING[0])
     event.register("numba:compile", Teller())  # not for functions that come out of the cache
+    _ = registry.cpu_target.target_context  # before any other thread does
     caught = fixer.catch_warnings
 
     def catch_warnings(*given: Any, **named: Any) -> Any:

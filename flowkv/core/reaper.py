@@ -13,6 +13,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from flowkv.core.errors import StoreError
+
 
 def begin(target: Callable[..., object], *args: Any, name: str) -> threading.Thread | None:
     """Start a thread; return None if the system has none now, or the interpreter ends."""
@@ -21,6 +23,17 @@ def begin(target: Callable[..., object], *args: Any, name: str) -> threading.Thr
         thread.start()
     except (RuntimeError, MemoryError):
         return None
+    return thread
+
+
+def started(target: Callable[..., object], *, name: str) -> threading.Thread:
+    """Start a thread, as `begin`, for an object that is nothing without it.
+
+    Raises:
+        StoreError: The system has none now.
+    """
+    if (thread := begin(target, name=name)) is None:
+        raise StoreError("no thread can start", "End other threads, or raise `ulimit -u`")
     return thread
 
 

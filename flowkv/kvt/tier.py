@@ -35,6 +35,7 @@ from flowkv.core.digest import digests
 from flowkv.core.errors import StateError
 from flowkv.core.geometry import COLD, Geometry, PageLayout, page_layout
 from flowkv.core.memory import address_of
+from flowkv.core.reaper import started
 from flowkv.kvt.basis import digest, most_basis_bytes
 from flowkv.kvt.codec import PageCoder, codable, coded_fingerprint, read_head
 from flowkv.kvt.device import DEVICES, CodedPage, DeviceDecoder, DeviceQueue
@@ -349,8 +350,7 @@ class CodecTier(OverTier):
         name = f"flowkv {inner.name} codec"  # loads never wait for stores
         self._encoders = ThreadPoolExecutor(ENCODERS, name)
         self._decoders = ThreadPoolExecutor(DECODERS, name)
-        self._reader = threading.Thread(target=self._read, name="flowkv codec", daemon=True)
-        self._reader.start()
+        self._reader = started(self._read, name="flowkv codec")
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
@@ -424,8 +424,10 @@ class CodecTier(OverTier):
         with self._storing:
             if self.bases.given:
                 return True
-            if coder.name in self._held or self._clock.now_ns() < self._again_ns:
-                return coder.name in self._held
+            held = coder.name in self._held
+            there = held and self.inner.contains([_basis_key(coder.name)])[0]  # not removed
+            if there or self._clock.now_ns() < self._again_ns:
+                return held
             if self.bases.coder(coder.name) is None:  # dropped meanwhile
                 return False
             if self.basis_bytes() > self.capacity_bytes // 4:  # more than they save
@@ -534,7 +536,7 @@ class CodecTier(OverTier):
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Return the answers that are ready; wait up to `timeout_s` for the first one."""
-        return self._answers.poll(timeout_s)
+        return self._answers.poll(timeout_s) if self._pid == os.getpid() else []
 
     def fileno(self) -> int:
         """Return an eventfd that is readable while answers wait."""

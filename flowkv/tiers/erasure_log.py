@@ -23,6 +23,7 @@ import hashlib
 import os
 import stat
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -166,7 +167,7 @@ class ErasureLog:
         self._head = b""
         self._seen: set[bytes] | None = None  # lots; None while they are unknown
         self._let_go: Callable[[], object] = int  # nothing to release yet
-        self.alone = False
+        self.alone = self._warned = False
         self._look_s = 0.0
         self._own: set[bytes] = set()
         self._open()
@@ -331,6 +332,13 @@ class ErasureLog:
                 self._open()
             elif stat.S_ISREG(there.st_mode) and there.st_uid == os.geteuid():
                 self._file = 0, 0  # so that it has changed at each look, until it can be opened
+                if there.st_mode & 0o622 != 0o600 and not self._warned:
+                    self._warned = True
+                    warnings.warn(
+                        f"{self.path} has mode {there.st_mode & 0o777:03o}: nothing is stored or "
+                        f"reused there. Run chmod 600 {self.path}",
+                        stacklevel=2,
+                    )
 
     def _lies(self) -> tuple[int, int]:
         """Return the device and inode of the file at the path; zeros if there is none."""

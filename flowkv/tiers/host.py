@@ -72,7 +72,7 @@ class Immediate:
 
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Return the answers that were not polled yet."""
-        return self._answers.poll(timeout_s)
+        return self._answers.poll(timeout_s) if self._pid == os.getpid() else []
 
     def fileno(self) -> int:
         """Return an eventfd that is readable while answers wait."""

@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import numba
 import pytest
 from hypothesis import given
-from numba.core import compiler_lock
+from numba.core import compiler_lock, registry
 from numba.extending import overload
 
 from tests.inside import Intervals, SystemClock, compiling, progress
@@ -243,14 +243,21 @@ def test_standard_error_may_be_anything(stderr: object, monkeypatch: pytest.Monk
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("wait_s", [0.01, 60.0])
+@pytest.mark.parametrize("first", [False, True])
 def test_a_child_of_a_fork_within_a_compilation_compiles(
-    wait_s: float, monkeypatch: pytest.MonkeyPatch
+    first: bool, wait_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It once waited for ever: the thread that held the compiler's lock is not in the child."""
-    lock, held, go_on = compiler_lock.global_compiler_lock, threading.Event(), threading.Event()
+    """It once waited for ever: the thread that held the compiler's lock is not in the child.
+
+    Nor is one that uses numba for the first time.
+    """
+    held, go_on = threading.Event(), threading.Event()
+    owner = compiler_lock.global_compiler_lock
+    context = vars(registry.CPUTarget)["_toplevel_target_context"]
+    locks = [context._lock, getattr(context, "lock", context._lock)] if first else [owner._lock]
 
     def compiles() -> None:
-        with lock:
+        with locks[0], locks[-1]:
             held.set()
             assert go_on.wait(60)
 
@@ -263,12 +270,12 @@ def test_a_child_of_a_fork_within_a_compilation_compiles(
         late.start()
     child = os.fork()
     if child == 0:
-        os._exit(0 if lock._lock.acquire(timeout=5) else 1)
+        os._exit(0 if all(lock.acquire(timeout=2) for lock in locks) else 1)
     assert wait_s < 1 or go_on.is_set()
     go_on.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    with lock:
+    with locks[0], locks[-1]:
         pass
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import select
 import signal
 import threading
 import time
@@ -22,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv import Geometry, Tier
-from flowkv.testing import FlakyTier, check_tier
+from flowkv.testing import FlakyTier, MemoryTier, check_tier
 from flowkv.tiers import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.remote.tier import RemoteTier
@@ -36,6 +37,7 @@ from tests.inside import (
     PageCoder,
     PrefixIndex,
     StateError,
+    StoreError,
     coded_forms,
     digests,
     evictable,
@@ -696,6 +698,45 @@ def test_a_basis_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(read) == 1 and len({id(one.result()[0]) for one in found}) == 1
     assert found[0].result()[0].name == CODER.name
     again.close()
+
+
+def test_opening_without_a_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(StoreError, match=r"no thread can start\. End other threads"):
+        made(MemoryTier(), basis=None)
+
+
+def test_answers_wait_for_the_process_that_asked(disk: CodecTier) -> None:
+    """A forked child that polled took the parent's wake-up, or waited for a lock."""
+    job = disk.submit_load([Load(key(0), memoryview(bytearray(LAYOUT.page_bytes)), bytes(16))])
+    assert select.select([disk.fileno()], [], [], 20)[0]
+    with disk._lock, disk._answers._changed:
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)  # ends a child that hangs
+            thread = threading.Thread(target=lambda: os._exit(bool(disk.poll(0.01))))
+            thread.start()
+            thread.join()
+        assert os.waitpid(child, 0)[1] == 0
+    assert select.select([disk.fileno()], [], [], 0)[0]
+    assert [one.job for one in disk.poll(0)] == [job]
+
+
+def test_a_basis_that_another_process_removed_is_stored_again() -> None:
+    """Or no later process could read the pages of this one."""
+    inner = MemoryTier()
+    disk = made(inner)
+    assert {one.outcome for one in store(disk, range(1))} == {Outcome.STORED}
+    inner.delete([kvt_tier._basis_key(CODER.name)])
+    assert {one.outcome for one in store(disk, range(1, 2))} == {Outcome.STORED}
+    again = made(inner, basis=None)
+    assert load(again, 1)[0].outcome is Outcome.HIT
+    again.close()
+    disk.close()
 
 
 def test_a_forked_child_closes_without_waiting_for_locks(disk: CodecTier) -> None:

@@ -397,7 +397,11 @@ def test_F11_another_format_is_moved_aside(tmp_path: Path, format_: int) -> None
 def test_F11_a_move_aside_that_was_interrupted_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "slab-00000003").write_bytes(b"a frame of another format")
+    """Whether it was once or more often, it is whole in one place."""
+    (tmp_path / "aside-1").mkdir()  # of an earlier upgrade
+    (tmp_path / "aside-1" / "superblock.json").write_bytes(b"of a store of its own")
+    for number in (3, 4, 5):
+        (tmp_path / f"slab-0000000{number}").write_bytes(b"a frame of another format")
     write_superblock(FileIO(), tmp_path, Superblock(store="flowkv", format=99))
     names, replace = FileIO.names, FileIO.replace
     with monkeypatch.context() as broken:
@@ -408,12 +412,16 @@ def test_F11_a_move_aside_that_was_interrupted_loses_nothing(
             raise OSError(errno.EIO, "")
 
         broken.setattr(FileIO, "replace", once)
-        with pytest.raises(StoreError):
-            DiskTier(tmp_path, MIB)
-    with pytest.warns(UserWarning, match="format 99"):
+        for _ in range(2):
+            with pytest.raises(StoreError):
+                DiskTier(tmp_path, MIB)
+    with pytest.warns(UserWarning, match="format 99.* moved to aside-2;"):
         DiskTier(tmp_path, MIB).close()
-    (kept,) = tmp_path.glob("aside-*/slab-00000003")
-    assert kept.read_bytes() == b"a frame of another format"
+    (superblock,) = (tmp_path / "aside-1").iterdir()
+    assert superblock.read_bytes() == b"of a store of its own"
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "aside-2").iterdir()}
+    assert kept.pop("superblock.json") and len(kept) == 3
+    assert {*kept.values()} == {b"a frame of another format"} and not [*tmp_path.glob("aside-3")]
 
 
 def test_F11_a_reader_of_another_format_is_empty(tmp_path: Path) -> None:

@@ -288,6 +288,18 @@ def test_a_file_in_its_place_is_noticed(path: Path, harm: Callable[[Path], None]
     assert heard(a).has(KEYS[1])
 
 
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_log_that_stops_all_stores_says_so_once(path: Path, mode: int) -> None:
+    ErasureLog(path).close()
+    path.chmod(mode)
+    with pytest.warns(UserWarning, match=rf"has mode {mode:o}: .*Run chmod 600") as caught:
+        a = ErasureLog(path)
+        assert a.changed() and a.news().everything and a.changed()
+    assert len(caught) == 1
+    path.chmod(0o600)
+    assert a.news().everything and not a.changed()
+
+
 def test_where_it_cannot_be_made_it_is_found_once_it_can(tmp_path: Path) -> None:
     path = tmp_path / "none" / "erased"
     a = ErasureLog(path)

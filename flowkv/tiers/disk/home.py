@@ -321,6 +321,8 @@ class Home:
             return
         names, number = self._files.names(str(self.path)), 1
         while (aside := f"aside-{number}") in names:
+            if {*names}.isdisjoint(self._files.names(str(self.path / aside))):
+                break  # an interrupted move, to be continued
             number += 1
         self._files.make_directory(str(self.path / aside))
         # The superblock last: without it, files left by an interrupted move would be reused.

@@ -8,6 +8,7 @@ tier abandons a call that takes longer, and does not reuse its memory until it r
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from flowkv.tiers.envelope import Envelope
 NAME = re.compile("[0-9a-f]{64}")
 """Names of objects."""
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+CHANGED = "another process wrote it"
 
 
 class Listed(NamedTuple):
@@ -44,6 +46,10 @@ class Backend(Protocol):
     One that writes files under another name first has `sweep()` as well, which removes what is left
     of those, of any age: an erasure calls it, and a store under way may fail by it. It raises where
     its directory is another one by now.
+
+    One that can has `swap(name, was, data, timeout_s)`, too: it writes an object if its bytes are
+    still `was` (None: if it is missing), and raises an error with `errno.EBUSY` if not. Without it,
+    two nodes that erase at once may lose the note for other nodes of one erasure.
 
     Every failure is an `OSError`: `TimeoutError` after the time limit, `PermissionError` if the
     engine refuses and will refuse again (never retried), one with `errno.ENOSPC` if it is full,
@@ -154,6 +160,29 @@ def sweep(root: str, folder: str, unfinished: re.Pattern[str], inode: int) -> No
             if unfinished.fullmatch(entry.name):
                 with suppress(FileNotFoundError):
                     os.unlink(entry)
+
+
+def swap(backend: Backend, path: str, was: bytes | None, data: memoryview, left_s: float) -> None:
+    """Do what `Backend` calls `swap`, under a lock on a file beside the object's file.
+
+    Raises:
+        OSError: As every backend.
+    """
+    name, room = os.path.basename(path), memoryview(bytearray(len(was or b"") + 1))
+    with open(f"{path}.lock", "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(errno.EBUSY, f"another process holds {path}.lock") from None
+        except OSError:
+            pass  # the file system has no locks
+        try:
+            if backend.get(name, 0, room, left_s) != was:
+                raise OSError(errno.EBUSY, CHANGED)
+            backend.put(name, data, left_s)
+        finally:
+            with suppress(OSError):  # now, as a forked child may have the file open, too
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def prefix_of(options: dict[str, str]) -> str:

@@ -1,15 +1,18 @@
 """Erasure log of a remote tier, shared by caches of all nodes: one small object beside the frames.
 
-The object has the entries of `tiers.erasure_log`. A cache that erases adds an entry, and puts it
-back for some minutes if another node's write removed it. All others read the object now and then
-(`RemoteLimits.every_s`). As in the log of a place on the host, damage counts as an erasure of
-everything, and so does an object with only new entries.
+The object has the entries of `tiers.erasure_log`. A cache that erases adds an entry to those which
+it read, if no other node wrote since (`swap`), and puts it back for some minutes if it is lost all
+the same. All others read the object now and then (`RemoteLimits.every_s`). As in the log of a place
+on the host, damage counts as an erasure of everything, and so does an object with only new entries.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,8 @@ MOST_ENTRIES, _MOST_BYTES = 64, 1 << 20
 AGAIN_S = 75.0
 """Time after which stores under way during an erasure have ended or failed."""
 _KEPT_S = 600.0
+_TRIES, _PAUSE_S = 50, 0.05
+"""Most tries of a change while other nodes change the object, and longest pause between two."""
 
 
 class RemoteErasures:
@@ -63,7 +68,7 @@ class RemoteErasures:
     def mark_seen(self) -> None:
         """Take the present entries as known; if the engine fails, all of them are news later."""
         with contextlib.suppress(OSError):
-            if (there := self._call(self._read, min(1.0, self._call_s))) is not None:
+            if (there := self._call(self._read, min(1.0, self._call_s))[1]) is not None:
                 self._seen = set(there)
 
     # ---- interface for caches
@@ -130,10 +135,16 @@ class RemoteErasures:
             OSError: The engine failed.
         """
         with self._looking:
-            self._look()
+            for left in reversed(range(_TRIES)):
+                try:
+                    return self._look()
+                except OSError as error:
+                    if error.errno != errno.EBUSY or not left:
+                        raise
+                time.sleep(random.random() * _PAUSE_S)
 
     def _look(self) -> None:
-        told = self._read()
+        data, told = self._read()
         there = told or {}
         oldest_ns = self._clock.now_ns() - round(_KEPT_S * 1e9)
         with self._lock:
@@ -144,7 +155,7 @@ class RemoteErasures:
         lacking = mine.keys() - there.keys() - made_room
         if lacking or told is None:
             entries = [*there.values(), *(mine[lot] for lot in mine if lot in lacking)]
-            self._write(entries[-MOST_ENTRIES:])
+            self._swap(data, entries[-MOST_ENTRIES:])
         fresh = [entry for lot, entry in there.items() if lot not in old]
         # If none of the known entries of others is left, or one before the first of a full object
         # may be unknown, an unknown number went with them.
@@ -170,10 +181,14 @@ class RemoteErasures:
         with self._lock:
             self._again = [one for one in self._again if one not in due]
 
-    def _read(self) -> dict[bytes, Erased] | None:
-        """Return the entries of the object, none if it is missing; None if it is damaged."""
+    def _read(self) -> tuple[bytes | None, dict[bytes, Erased] | None]:
+        """Return the object and its entries; None if it is missing, or for damaged entries."""
         data = self._backend.get(NAME, 0, memoryview(bytearray(_MOST_BYTES)), self._call_s)
-        return {} if data is None else unpack_entries(bytes(data))
+        return (None, {}) if data is None else (whole := bytes(data), unpack_entries(whole))
 
-    def _write(self, entries: list[Erased]) -> None:
-        self._backend.put(NAME, memoryview(pack_entries(entries)), self._call_s)
+    def _swap(self, was: bytes | None, entries: list[Erased]) -> None:
+        data = memoryview(pack_entries(entries))
+        if (swap := getattr(self._backend, "swap", None)) is not None:
+            swap(NAME, was, data, self._call_s)
+        else:
+            self._backend.put(NAME, data, self._call_s)

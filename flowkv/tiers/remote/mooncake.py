@@ -11,6 +11,7 @@ its slot is not reused before the client is torn down (DESIGN D10).
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import threading
 import time
@@ -111,6 +112,8 @@ NO_AVAILABLE_HANDLE, INVALID_PARAMS, REPLICA_IS_NOT_READY = -200, -600, -703
 OBJECT_NOT_FOUND, OBJECT_ALREADY_EXISTS, LEASE_EXPIRED = -704, -705, -707
 RPC_FAIL, RPC_TIMEOUT, TENANT_QUOTA_EXCEEDED = -900, -901, -1700
 
+_LOCKED_NS = 60 * 10**9
+"""Age of a lock that no living process holds, clocks of nodes being some seconds apart."""
 _FULL = {NO_AVAILABLE_HANDLE, TENANT_QUOTA_EXCEEDED}
 # Codes after which no transfer is under way: none began, or it has ended.
 _ENDED = {
@@ -196,6 +199,30 @@ class Mooncake:
                 session.free(slot, ended)
         if code:
             raise _failed(code)
+
+    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> None:
+        """Write an object if its bytes are still `was`.
+
+        Clients exclude each other by a second object, which only the first `put` can make.
+
+        Raises:
+            OSError: As every backend.
+        """
+        lock, mine = self._key(f"{name}.lock"), b"%020d" % time.time_ns() + os.urandom(16)
+        with self._use(timeout_s) as session:
+            client = session.client
+            client.put(lock, mine)
+            if (holder := client.get(lock)) != mine:
+                if holder and int(holder[:20]) < time.time_ns() - _LOCKED_NS:
+                    client.remove(lock, True)  # of a process that was killed
+                raise _failed(REPLICA_IS_NOT_READY)
+            try:
+                room = memoryview(bytearray(len(was or b"") + 1))
+                if self.get(name, 0, room, timeout_s) != was:
+                    raise _failed(REPLICA_IS_NOT_READY)
+                self.put(name, data, timeout_s)
+            finally:
+                client.remove(lock, True)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         """Remove objects, leased ones too.
@@ -342,6 +369,8 @@ def _failed(code: int) -> OSError:
         return TimeoutError("the master of the store did not answer in time")
     if code == INVALID_PARAMS:
         return PermissionError(errno.EINVAL, "the store refuses the object")
+    if code == REPLICA_IS_NOT_READY:
+        return ConnectionError(errno.EBUSY, "the object is being written")
     return ConnectionError(f"the store failed with code {code}")
 
 

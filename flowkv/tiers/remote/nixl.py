@@ -25,7 +25,7 @@ import numpy as np
 from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.tiers.base import UNBOUNDED
-from flowkv.tiers.remote.backend import NAME, Listed, RemoteLimits, RemoteOptions, sweep
+from flowkv.tiers.remote.backend import NAME, Listed, RemoteLimits, RemoteOptions, swap, sweep
 from flowkv.tiers.remote.tier import RemoteTier
 
 try:
@@ -105,6 +105,14 @@ class Nixl:
             raise
         finally:
             os.close(file)
+
+    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> None:
+        """Write a file if its bytes are still `was`, under a lock.
+
+        Raises:
+            OSError: As every backend.
+        """
+        swap(self, self._path(name), was, data, timeout_s)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         """Remove files; missing ones are no error.

@@ -31,7 +31,7 @@ from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import UNBOUNDED, FrameInfo
 from flowkv.tiers.frame import BadFrame, count_stripes
-from flowkv.tiers.remote.backend import NAME, Listed, RemoteOptions, shown, sweep
+from flowkv.tiers.remote.backend import CHANGED, NAME, Listed, RemoteOptions, shown, swap, sweep
 from flowkv.tiers.remote.tier import MOST_KNOWN, Fact, RemoteTier
 
 # Catalogs: small objects that list frames, so that opening need not read every header.
@@ -140,6 +140,7 @@ _NO_RANGES = re.compile("NotPartial")  # the server answers a range with 200 ins
 _BEYOND = re.compile("StartTooLarge|status code: 416")
 _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSED = ("401", "403")
+_NO_CHOICE = "status code: 501"  # of a store without conditional requests
 
 
 Parts: TypeAlias = list[memoryview]
@@ -199,6 +200,27 @@ class ObjectBackend:
     def put(self, name: str, data: memoryview, timeout_s: float) -> None:
         """Write an object in one request."""
         self.write(f"{FRAMES}/{name}", data, timeout_s)
+
+    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> None:
+        """Write an object if its bytes are still `was`, by a conditional request."""
+        if self._inode >= 0:  # a directory: obstore has no such request for it
+            return swap(self, f"{self._root}/{name}", was, data, timeout_s)
+        store, path, kinds = self._store(timeout_s), f"{FRAMES}/{name}", self._obs.exceptions
+        with self._translating(final=True):
+            try:
+                mode: Any = "create"
+                if was is not None:
+                    meta = (found := self._obs.get(store, path)).meta
+                    if meta["size"] != len(was) or bytes(found.bytes()) != was:
+                        raise OSError(errno.EBUSY, CHANGED)
+                    mode = {tag: meta[tag] for tag in ("e_tag", "version") if meta[tag]}
+                self._obs.put(store, path, bytes(data), mode=mode, use_multipart=False)
+            except (FileNotFoundError, kinds.AlreadyExistsError, kinds.PreconditionError):
+                raise OSError(errno.EBUSY, CHANGED) from None
+            except self._errors as error:
+                if not (isinstance(error, kinds.NotSupportedError) or _NO_CHOICE in str(error)):
+                    raise
+                self.put(name, data, timeout_s)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         """Remove objects, in one request for many where the store can."""

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.tiers.base import UNBOUNDED
-from flowkv.tiers.remote.backend import NAME, Listed, RemoteOptions, prefix_of, shown
+from flowkv.tiers.remote.backend import CHANGED, NAME, Listed, RemoteOptions, prefix_of, shown
 from flowkv.tiers.remote.tier import RemoteTier
 
 try:
@@ -339,6 +339,10 @@ MOST_FRAME_BYTES = 512 << 20
 """Longest string of a server with its default `proto-max-bulk-len`."""
 
 _STAMP = struct.Struct(">Q")
+_SWAP = b"""
+if redis.call("GETRANGE", KEYS[1], 8, -1) ~= ARGV[1] then return 0 end
+redis.call("SET", KEYS[1], ARGV[2])
+return 1"""
 _SCAN_KEYS, MOST_SCANS = 512, 1 << 20
 """Keys that a server looks at in one step of a scan, and most steps."""
 
@@ -404,6 +408,18 @@ class Redis:
         options = self._options if NAME.fullmatch(name) else ()  # erasures stay
         request = (b"SET", key, value, *options)
         self._call(self._nodes.for_key(key), [request], end_s, lambda reply: reply == b"OK")
+
+    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> None:
+        """Write a string if its bytes are still `was`.
+
+        Raises:
+            OSError: As every backend.
+        """
+        key, value = self._key(name), b"".join((_STAMP.pack(time.time_ns()), data))
+        request = (b"EVAL", _SWAP, b"1", key, was or b"", value)
+        end_s = time.monotonic() + timeout_s
+        if self._call(self._nodes.for_key(key), [request], end_s, _is_count) == [0]:
+            raise OSError(errno.EBUSY, CHANGED)
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         """Unlink the strings of these names.

@@ -26,7 +26,7 @@ from flowkv.compiled import compiling
 from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
-from flowkv.core.reaper import begin
+from flowkv.core.reaper import begin, started
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.erasure_log import Erased
@@ -647,8 +647,7 @@ class RemoteTier:
         self._closing, self._wake = threading.Lock(), threading.Event()
         self._listed: Future[None] = Future()
         compiling.watch()  # imports numba, which must not begin in two threads at a time
-        self._keeper = threading.Thread(target=self._keep, name=f"flowkv {self.name}", daemon=True)
-        self._keeper.start()
+        self._keeper = started(self._keep, name=f"flowkv {self.name}")
         self._begin()
 
     @property

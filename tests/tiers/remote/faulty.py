@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from flowkv.tiers.remote.tier import RemoteTier
-from tests.inside import Listed, ManualClock
+from tests.inside import CHANGED, Listed, ManualClock
 
+ERASED = "erased"
 Fault = Callable[[str, bytes], bytes]
 PATIENCE_S = 20.0
 
@@ -83,6 +86,11 @@ class FaultyBackend:
             self._hang()
         self._lose(fault)
 
+    def swap(self, name: str, was: bytes | None, data: memoryview, timeout_s: float) -> None:
+        if self.objects.get(name) != was:
+            raise OSError(errno.EBUSY, CHANGED)
+        self.put(name, data, timeout_s)
+
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         fault = self._suffer("delete", timeout_s)
         for name in names if fault != "ignore" else ():
@@ -136,6 +144,27 @@ class FaultyBackend:
     def _lose(self, fault: str) -> None:
         if fault == "lost reply":
             raise ConnectionResetError(104, "connection reset")
+
+
+def swaps(backend: Any, was: bytes | None, data: memoryview) -> bool:
+    try:
+        backend.swap(ERASED, was, data, 5.0)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        return False
+    return True
+
+
+def check_swap(backend: Any) -> None:
+    """A write from what was read before another write changes nothing."""
+    one, two, room = memoryview(b"one"), memoryview(b"22"), memoryview(bytearray(9))
+    assert not swaps(backend, b"one", two)
+    assert swaps(backend, None, one) and not swaps(backend, None, two)
+    assert not any(swaps(backend, other, two) for other in (b"", b"on", b"ono", b"onee"))
+    assert backend.get(ERASED, 0, room, 5.0) == b"one"
+    assert swaps(backend, b"one", two) and not swaps(backend, b"one", one)
+    assert backend.get(ERASED, 0, room, 5.0) == b"22"
 
 
 def steady(tier: RemoteTier) -> RemoteTier:

@@ -211,6 +211,39 @@ def test_what_another_write_took_away_is_put_back() -> None:
     assert heard(c).keys == {KEYS[0][:8]}
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_of_two_that_erase_at_once_both_are_noted(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that read first took the other's entry away; its process may have ended by then."""
+    engine = FaultyBackend()
+    a, b, c = log(engine), log(engine), log(engine)
+    if there:
+        told(c, KEYS[9])
+    read, late = engine.get, [KEYS[1], KEYS[2]]
+
+    def get(*request: Any) -> memoryview | None:
+        found = read(*request)
+        if late:
+            monkeypatch.setattr(engine, "get", read)
+            told(b, late.pop())
+            monkeypatch.setattr(engine, "get", get)
+        return found
+
+    monkeypatch.setattr(engine, "get", get)
+    told(a, KEYS[0])
+    assert heard(c).keys == {key[:8] for key in KEYS[:3]}
+
+
+def test_an_object_that_others_always_change_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FaultyBackend()
+    engine.objects["erased"] = b"as it was"
+    monkeypatch.setattr(engine, "get", lambda *request: memoryview(b"as it never was"))
+    monkeypatch.setattr("flowkv.tiers.remote.erasures._PAUSE_S", 0.0)
+    with pytest.raises(StoreError, match="another process wrote it"):
+        told(log(engine), KEYS[0])
+
+
 @pytest.mark.parametrize("harm", ["damaged", "gone", "overtaken", "empty"])
 def test_whatever_is_odd_is_taken_as_everything(harm: str) -> None:
     engine = FaultyBackend()

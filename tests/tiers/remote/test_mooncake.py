@@ -21,6 +21,7 @@ from tests.clock import wait_for
 from tests.inside import ConfigError, StoreError
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
+from .faulty import check_swap, swaps
 from .servers_mooncake import MooncakeCluster, binary, mooncake_cluster
 
 binary()  # skips the module where the store does not run
@@ -109,6 +110,18 @@ def test_what_the_backend_reads(cluster: MooncakeCluster) -> None:
         store.put(name, memoryview(bytes(17 << 20)), EVER_S)
     store.delete([name, "1" * 64], EVER_S)
     assert store.exists([name], EVER_S) == [False]
+    store.close()
+
+
+def test_what_another_wrote_since_is_not_replaced(cluster: MooncakeCluster) -> None:
+    store = Mooncake(space(cluster))
+    check_swap(store)
+    client, held = store._session.client, store._key("erased.lock")  # type: ignore[union-attr]
+    for age_s, free in ((5, False), (100, True)):  # another holds it; or did, and was killed
+        client.put(held, b"%020d" % (time.time_ns() - age_s * 10**9) + bytes(16))
+        assert not swaps(store, b"22", memoryview(b"three"))
+        assert swaps(store, b"22", memoryview(b"three")) is free
+        client.remove(held, True)
     store.close()
 
 

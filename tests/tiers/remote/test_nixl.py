@@ -15,6 +15,7 @@ from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
 from tests.inside import ConfigError, StoreError
 
 from ..frames import hits, key_of, stored
+from .faulty import check_swap
 
 pytest.importorskip("nixl")
 
@@ -49,6 +50,10 @@ def test_bytes_come_back_whole_and_in_parts(tmp_path: Path) -> None:
     store.delete([A, B], 5.0)
     assert not list(store.list(5.0)) and not list(tmp_path.iterdir())
     store.close()
+
+
+def test_what_another_wrote_since_is_not_replaced(tmp_path: Path) -> None:
+    check_swap(Nixl(f"nixl://{tmp_path}"))
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

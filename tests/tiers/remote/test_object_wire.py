@@ -13,6 +13,7 @@ from tests.clock import wait_for
 from tests.inside import BreakerState, ObjectTier, objects
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
+from .faulty import swaps
 from .servers import ObjectServer, find_program, object_server
 from .wire import Wire, wire_to
 
@@ -141,6 +142,21 @@ def test_a_request_that_hangs(tier: ObjectTier, wire: Wire) -> None:
     wire.release()
     wait_for(lambda: not tier.retired_bytes)
     assert target == b"\xaa" * SIZE
+
+
+def test_an_object_that_another_wrote_is_not_replaced(tier: ObjectTier, wire: Wire) -> None:
+    """As the store says; one that knows no conditional requests replaces it."""
+    store, one, two = tier.backend, memoryview(b"one"), memoryview(b"22")
+    wire.plan["PUT"] = ["409"]
+    assert not swaps(store, None, one) and swaps(store, None, one)
+    wire.plan["PUT"] = ["412"]
+    assert not swaps(store, b"one", two)
+    wire.plan["PUT"] = ["501"]
+    assert swaps(store, b"one", two) and not wire.plan["PUT"]
+    assert not swaps(store, b"one", two)
+    wire.plan["PUT"] = ["403"]
+    with pytest.raises(PermissionError):
+        swaps(store, b"22", one)
 
 
 def test_deletions_are_one_request(tier: ObjectTier, wire: Wire) -> None:

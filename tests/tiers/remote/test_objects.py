@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import shutil
@@ -40,7 +41,7 @@ from tests.inside import (
 )
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, stored
-from .faulty import steady
+from .faulty import check_swap, steady, swaps
 from .servers import ObjectServer, find_program, object_server
 
 pytest.importorskip("obstore")
@@ -379,6 +380,20 @@ def test_a_look_that_failed_is_made_whole_again(
     assert {key_of(0), key_of(1)} <= found.keys()
     assert [key for key, _ in tier.known.fresh or ()] == [key_of(2)], "others are to be notified"
     tier.close()
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_what_another_wrote_since_is_not_replaced(where: str, tmp_path: Path) -> None:
+    check_swap(ObjectBackend("memory:///" if where == "memory" else f"file://{tmp_path}"))
+
+
+def test_a_lock_that_another_process_holds_is_named(tmp_path: Path) -> None:
+    store = ObjectBackend(f"file://{tmp_path}")
+    with open(tmp_path / "erased.lock", "ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match=r"another process holds .*/erased\.lock"):
+            store.swap("erased", None, memoryview(b"one"), 1.0)
+    assert swaps(store, None, memoryview(b"one"))
 
 
 @pytest.mark.parametrize("erased", [[0], []])

@@ -21,6 +21,7 @@ from tests.clock import wait_for
 from tests.inside import ConfigError, Redis, RedisTier, StoreError, parse_place, parse_size
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
+from .faulty import check_swap
 from .servers_redis import RedisServer, redis_server
 
 
@@ -132,6 +133,10 @@ def test_foreign_values_are_misses(server: RedisServer) -> None:
     with opened(uri) as tier:
         assert {answer.outcome for answer in get(tier, range(4))} == {Outcome.MISS}
         assert list(tier.scan()) == []
+
+
+def test_what_another_wrote_since_is_not_replaced(server: RedisServer) -> None:
+    check_swap(Redis(space(server)))
 
 
 def test_expiry_and_eviction_are_misses(tmp_path: Path) -> None:

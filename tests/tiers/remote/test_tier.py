@@ -807,6 +807,17 @@ def test_the_thread_that_looks_after_it_survives_whatever_a_library_raises(
     tier.close()
 
 
+def test_opening_without_a_thread_says_so(
+    engine: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(StoreError, match=r"no thread can start\. End other threads"):
+        RemoteTier(engine)
+
+
 def test_opening_an_engine_that_refuses(engine: FaultyBackend) -> None:
     engine.plan["list"] = ["refuse"]
     with pytest.raises(StoreError, match="Check the address"):

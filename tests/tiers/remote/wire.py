@@ -19,8 +19,9 @@ class Wire(ThreadingHTTPServer):
     """`plan` holds the faults of the next requests by method, the first one first.
 
     Faults: "drop" (the connection ends), "truncate" (half of the body), "corrupt" (one bit of it),
-    "unavailable" (503), "duplicate" (the server gets the request twice), "slow" (50 ms), "hang"
-    (until `release`), "endless" (the body goes on), "continued" (a listing says that it does).
+    "unavailable" (503) or another status, "duplicate" (the server gets the request twice), "slow"
+    (50 ms), "hang" (until `release`), "endless" (the body goes on), "continued" (a listing says
+    that it does).
     """
 
     daemon_threads = True
@@ -52,8 +53,8 @@ class Handler(BaseHTTPRequestHandler):
             assert self.server.gate.wait(PATIENCE_S)
         if fault == "slow":
             time.sleep(0.05)
-        if fault == "unavailable":
-            self.send_response_only(503)
+        if fault == "unavailable" or fault.isdigit():
+            self.send_response_only(int(fault) if fault.isdigit() else 503)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
