@@ -69,6 +69,22 @@ def test_a_row_whose_states_cannot_be_kept_leaves_nothing(monkeypatch: pytest.Mo
         assert left(kv) == (0, 0)
 
 
+def test_a_page_of_another_row_is_no_edit() -> None:
+    """Its model reads its own keys, which then come from the page that was published first."""
+    model, text = models.causal("glm5_next"), np.asarray(models.prompt(40)[0], np.uint32)
+    with attached(model) as kv:
+        runner = PaddedRunner(model, kv, door_of(model), together=False)  # type: ignore[arg-type]
+        rows = [runner.open(Request(prompt=text), text, wait=True) for _ in range(2)]
+        runner.step(rows[:1], [text[:20]])
+        for start in range(0, 40, 4):
+            found = runner.step(rows[1:], [text[start : start + 4]])
+        assert (rows[0].seq.blocks[0][0] or 0) is rows[1].seq.blocks[0][0]
+        wanted = generate(model, 1, input_ids=torch.tensor(text[None].astype(np.int64))).logits[0]
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+        for row in rows:
+            row.close()
+
+
 # ---- how many are tried
 
 

@@ -646,9 +646,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if held is None or held.written or not held.asked:
             return held is not None and held.written
         # Writes through `.data` or numpy are not counted.
-        held = held.last(self._shown(self.seen))
-        keys, values = self.gather(held.keys.shape[2])
-        return not (_same(keys, held.keys) and _same(values, held.values))
+        shown = held.last(self._shown(self.seen))
+        keys, values = self.gather(shown.keys.shape[2])
+        if not (_same(keys, shown.keys) and _same(values, shown.values)):
+            return True
+        if self.in_step:  # pages that others computed may replace these at the end of the step
+            self._gathered = held._replace(asked=False)
+        return False
 
     # ---- leaving pages
 
