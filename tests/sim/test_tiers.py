@@ -14,6 +14,7 @@ from tests.inside import (
     MODELS,
     WRITE_RULES,
     ConfigError,
+    OnePlace,
     PlaceStack,
     ReplayTier,
     Shape,
@@ -35,6 +36,18 @@ def test_one_place_is_the_plain_loop(name, trace, capacity):
     course = PlaceStack(trace, [placed], [capacity]).replay()
     assert course.hits.tolist() == hits.tolist()
     assert plain.digest() == placed.digest()
+
+
+@settings(max_examples=15)
+@given(trace=traces, capacity=st.integers(0, 12))
+def test_held_blocks_stay_in_a_stack_as_in_one_place(trace, capacity):
+    """Room is made before a request, and behind it its first blocks are there."""
+    alone = OnePlace(trace, make_policy("lfu-ttl"), capacity, held=True)
+    for r, now in enumerate(trace.times_ns.tolist()):
+        alone.serve(r, now)
+        assert alone.here[alone.chain(r)[:capacity]].all() and alone.used <= capacity
+    stack = PlaceStack(trace, [make_policy("lfu-ttl")], [capacity], held=True)
+    assert stack.replay().hits.tolist() == alone.course.hits.tolist()
 
 
 @settings(max_examples=12)
