@@ -734,7 +734,8 @@ def priced(
             found[:, k].sum() * block_bytes * CODECS[tier.codec] / 2**30
         )
         row[f"room_gib_{tier.place}"] = gib
-    tokens = max(int(trace.input_tokens.sum()), 1)
+    whole = np.diff(trace.offsets) * trace.block_tokens  # of a request of unknown length
+    tokens = max(int(np.where(trace.input_tokens, trace.input_tokens, whole).sum()), 1)
     span_s = float(trace.times_ns[-1] - trace.times_ns[0]) / 1e9 if len(trace) else 0.0
     rent = hardware.dollars_per_hour * float(seconds.sum()) + dollars * span_s
     for name, value in zip(("p50", "p95", "p99"), (50, 95, 99), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -145,6 +146,13 @@ def test_named_hardware_adds_times():
     lru, opt = (result.row() for result in results)
     assert opt["ttft_ms_mean"] < lru["ttft_ms_mean"] < lru["ttft_ms_mean_without"]
     assert lru["hardware"] == "laptop"
+
+
+def test_unknown_lengths_have_the_price_of_whole_blocks():
+    trace = told([(0, [0, 1], 0), (9, [0, 1, 2], 0)])
+    free = msgspec.structs.replace(trace, input_tokens=0 * trace.input_tokens)
+    one, other = (replay(t, "lru", pages=2, hardware="h100") for t in (trace, free))
+    assert one.extra == other.extra
 
 
 def test_wrong_tiers_are_named():
