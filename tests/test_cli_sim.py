@@ -112,6 +112,15 @@ def test_what_the_policy_is_told_stands_in_the_row(capsys: pytest.CaptureFixture
     assert bound["closure"] == 1.0 and bound["prefetched"] == 0
 
 
+def test_the_blocks_of_a_request_may_be_held(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--policy", "hazard,opt", "--sizes", "2%", "--held"]
+    held, bound = rows(capsys, "sim", "replay", AGENTS, *words)
+    trace = generate("agents", requests=60, seed=3)
+    assert held["digest"] == replay(trace, "hazard", size=0.02, held=True).digest
+    assert held["digest"] != replay(trace, "hazard", size=0.02).digest
+    assert (held["held"], bound["held"], bound["closure"]) == (True, False, 1.0)
+
+
 def test_prefetches_by_a_markov_chain_are_those_of_the_library(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -54,6 +54,8 @@ def _add_replays(verb: AddVerb) -> None:
         parser.option("--hints", "SIGMA", about, type=float)
         about = "requests are known S seconds before"
         parser.option("--queue", "S", about, type=float, default=0.0)
+        about = "room is made before a request's blocks come, and these stay while it runs"
+        parser.add_argument("--held", action="store_true", help=about)
         about = "bring blocks before they are asked for"
         parser.add_argument("--prefetch", action="store_true", help=about)
         about = "prefetch by a Markov chain over the order of chains"
@@ -137,6 +139,7 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         for text, trace in found.items()
     ]
     told = {"hints": given.hints, "queue_s": given.queue, "prefetch": given.prefetch}
+    told["held"] = given.held
     results = [
         result
         for trace in traces
@@ -193,7 +196,7 @@ def _policy(text: str) -> tuple[str, Any]:
     return name, maker
 
 
-_UNTOLD = {"hints": None, "queue_s": 0.0, "prefetch": False}  # the bound needs no hints
+_UNTOLD = {"hints": None, "queue_s": 0.0, "prefetch": False, "held": False}  # of the bound
 
 
 def _results(
@@ -227,6 +230,7 @@ def _results(
     if tiers:
         common |= {"tiers": tiers, "codec": given.codec}
     words = {"hints": given.hints is not None, "queue": given.queue > 0, "prefetch": given.prefetch}
+    words["held"] = given.held
     beyond = "".join(f"+{word}" for word, said in words.items() if said)
     below = f"+{','.join(tiers)}" if named and tiers else ""
     below += f"+{admit}" if admit != "all" else ""

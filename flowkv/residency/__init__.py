@@ -685,7 +685,7 @@ class Ledger:
         chain, sources = self._rows[0, :n], self._sources[:n]
         where = self._spaces[namespace], meta.chained
         hits = int(at.follow(*self._index, ids, where, chain, sources))
-        visit = Visit(request, meta.session, meta.tokens, n)
+        visit = Visit(request, meta.session, meta.tokens, n, namespace)
         for shelf in self._shelves:
             shelf.policy.access(now, chain, visit)
         if self._admission is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import os
+import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal, TypeAlias, TypeVar, cast
@@ -32,9 +35,9 @@ from flowkv.observe.recording import (
 from flowkv.policy.base import CUT_OFF, TOOL_USE, TURN_END, UNKNOWN_STOP
 from flowkv.sim.trace import COLUMNS, LEAST_BYTES, MOST_A_BYTE, Trace, build_trace, read_npz, wide
 
-# JSON lines, plain or zstd-compressed, read one at a time within limits.
+# JSON lines, plain or compressed, read one at a time within limits.
 
-ZSTD = b"\x28\xb5\x2f\xfd"
+ZSTD, GZIP = b"\x28\xb5\x2f\xfd", b"\x1f\x8b"
 #
 # A file of a few bytes can name billions of blocks: the unpacked bytes, and the blocks of all
 # requests together, are bounded by its length. Real traces have up to 60 bytes and 18 blocks a
@@ -74,7 +77,7 @@ def read_lines(path: Path, kind: type[T], most_line: int = MOST_LINE_BYTES) -> I
             most = min(most_line, left)
             try:
                 line = lines.readline(most + 1)
-            except zstandard.ZstdError as error:
+            except (zstandard.ZstdError, gzip.BadGzipFile, zlib.error, EOFError) as error:
                 raise ConfigError(f"{path} is damaged: {error}", REMEDY) from None
             left -= len(line)
             if len(line) > most:
@@ -90,10 +93,10 @@ def read_lines(path: Path, kind: type[T], most_line: int = MOST_LINE_BYTES) -> I
 
 
 def _opened(file: BinaryIO) -> BinaryIO:
-    packed = file.read(len(ZSTD)) == ZSTD
+    head = file.read(len(ZSTD))
     file.seek(0)
-    if not packed:
-        return file
+    if head != ZSTD:
+        return cast("BinaryIO", gzip.GzipFile(fileobj=file)) if head[:2] == GZIP else file
     window = min(1 << 27, max(1 << 23, MOST_A_BYTE * os.fstat(file.fileno()).st_size))
     stream = zstandard.ZstdDecompressor(max_window_size=window).stream_reader(file)
     return cast("BinaryIO", io.BufferedReader(stream, 1 << 20))
@@ -135,6 +138,7 @@ class MooncakeLine(msgspec.Struct):
     def __post_init__(self) -> None:
         if self.timestamp is None and self.timestamp_ms is None and self.timestamp_s is None:
             raise ValueError("Object missing required field `timestamp`")
+        _ids(self.hash_ids)
 
     @property
     def time(self) -> tuple[int | float, int]:
@@ -147,7 +151,7 @@ class MooncakeLine(msgspec.Struct):
 
 
 def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
-    """Read JSON lines, plain or zstd-compressed.
+    """Read JSON lines, plain or compressed.
 
     Args:
         path: The file.
@@ -172,11 +176,11 @@ def read_mooncake(path: Path, *, block_tokens: int | None = None) -> Trace:
         stop = STOPS.get(line.stop, UNKNOWN_STOP)
         times.append(line.time)
         lines.append((line.input_length, line.output_length, session, stop, tenant))
-        ids.append(_ids(path, line.hash_ids))
+        ids.append(_ids(line.hash_ids))
     columns, lengths = _columns(lines), np.array(list(map(len, ids)), np.int64)
     tokens = block_tokens or _tokens_of_blocks(path, columns["input_tokens"], lengths)
     pairs = wide(np.concatenate([*ids, np.empty(0, np.int64)]))
-    stem = path.name.removesuffix(".zst").removesuffix(".jsonl").removesuffix(".json")
+    stem = re.sub(r"(\.jsonl?)?(\.zst|\.gz)?$", "", path.name)
     return build_trace(stem, _nanoseconds(path, times), lengths, pairs, tokens, **columns)
 
 
@@ -201,21 +205,20 @@ def _nanoseconds(path: Path, times: list[tuple[int | float, int]]) -> list[int]:
             "Write whole milliseconds, or name them timestamp_ms or timestamp_s",
         )
     found = [round(time * (unit or usual)) for time, unit in times]
-    if max(found, default=0) >= 1 << 62:
-        raise ConfigError(f"{path} has times of more than 140 years", REMEDY)
+    if (most := max(found, default=0)) >= 1 << 61:
+        where = f"{path}, request {found.index(most) + 1}"
+        raise ConfigError(f"{where} has a time of more than 73 years", REMEDY)
     return found
 
 
-def _ids(path: Path, numbers: list[int]) -> NDArray[np.int64]:
-    """Return ids of 64 bits, signed or not, as i8."""
-    try:
-        return np.array(numbers, np.int64)
-    except OverflowError:
-        pass
-    try:
-        return np.array(numbers, np.uint64).view(np.int64)
-    except OverflowError:
-        raise ConfigError(f"{path} has ids of more than 64 bits", REMEDY) from None
+def _ids(numbers: list[int]) -> NDArray[np.int64]:
+    """Return ids of 64 bits, signed or not, as i8; raise `ValueError` for others."""
+    for kind in (np.int64, np.uint64):
+        try:
+            return np.array(numbers, kind).view(np.int64)
+        except OverflowError:
+            continue
+    raise ValueError("hash_ids have more than 64 bits")
 
 
 def _tokens_of_blocks(path: Path, tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
@@ -272,6 +275,9 @@ class SessionTurn(msgspec.Struct):
     system_tokens: Tokens = 0
     requests: list[SessionTurn] | None = None
 
+    def __post_init__(self) -> None:
+        _ids(self.hash_ids)
+
 
 class SessionLine(msgspec.Struct):
     """Session on a line of a file."""
@@ -289,7 +295,7 @@ def read_sessions(
     """Read sessions, each started at a uniformly random time.
 
     Args:
-        path: JSON lines, plain or zstd-compressed, or a folder of such files in order of names.
+        path: JSON lines, plain or compressed, or a folder of such files in order of names.
         span_s: Seconds within which sessions start.
         seed: Seed of the times.
         block_tokens: Tokens of a block of the trace; a multiple of that of the file.
@@ -303,26 +309,28 @@ def read_sessions(
     files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
     if not files:
         raise ConfigError(f"there is no file of sessions in {path}", "Name a folder of JSON files")
-    sessions = ((file, line) for file in files for line in read_lines(file, SessionLine))
+    lines = ((file, enumerate(read_lines(file, SessionLine), 1)) for file in files)
+    sessions = ((f"{file}, session {n}", line) for file, found in lines for n, line in found)
     starts = np.random.default_rng(seed)
     common: dict[tuple[int, ...], int] = {}
     rows: list[tuple[int, int, int, int, int, int]] = []
     pairs: list[NDArray[np.uint64]] = []
     left = sum(map(most_blocks, files))
-    for s, (file, session) in enumerate(sessions):
+    for s, (where, session) in enumerate(sessions):
         start = starts.uniform(0.0, span_s)
         step, rest = divmod(block_tokens, session.block_size)
         if rest or step < 1:
             raise ConfigError(
-                f"blocks of {session.block_size} tokens cannot be joined to {block_tokens}",
+                f"{where} has blocks of {session.block_size} tokens, and these cannot be joined to "
+                f"{block_tokens}",
                 f"Use a multiple of {session.block_size}",
             )
         for turn, at, tools, system in _turns(session):
             left -= sum(count for _, count in turn.runs) // step
             if left < 0:
-                raise ConfigError(f"{file} names too many blocks in session {s + 1}", REMEDY)
+                raise ConfigError(f"{where} names too many blocks", REMEDY)
             ids = (
-                _joined(_ids(file, turn.hash_ids), step)
+                _joined(_ids(turn.hash_ids), step)
                 if turn.hash_ids
                 else _sessions_ids(turn.runs, step)
             )
@@ -512,7 +520,7 @@ def read_trace(path: str | Path) -> Trace:
 
     Formats are recordings of a live cache (`flowkv.sim.formats`), JSON lines in Mooncake's format,
     sessions, which are started at random with seed 1 (`read_sessions`), and arrays in an `.npz`
-    file; JSON lines plain or zstd-compressed.
+    file; JSON lines plain or compressed.
 
     Args:
         path: The file; its name does not matter. Or a folder of sessions.

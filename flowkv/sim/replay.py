@@ -94,6 +94,7 @@ class OnePlace:
         prefetcher: Prefetcher of the place, if any.
         costs_ns: i8 [U], time to recompute each block.
         states: States of a hybrid model, which limit what hits are of use.
+        held: Whether room is made before the blocks of a request come, which stay while it runs.
     """
 
     trace: Trace
@@ -105,6 +106,7 @@ class OnePlace:
     prefetcher: Prefetcher | None = None
     costs_ns: NDArray[np.int64] | None = None
     states: ReplayedStates | None = None
+    held: bool = False
 
     def __post_init__(self) -> None:
         trace = self.trace
@@ -179,15 +181,20 @@ class OnePlace:
         self.owners[new[~self.seen[new]]] = trace.tenants[r]
         self.seen[new] = True
         self._asked(now, r, chain, hits, again)
-        visit = Visit(r, int(trace.sessions[r]), int(trace.input_tokens[r]), len(chain))
-        parents, said = trace.parents[new], self._said(int(trace.tenants[r]), new)
+        tenant, tokens = int(trace.tenants[r]), int(trace.input_tokens[r])
+        visit = Visit(r, int(trace.sessions[r]), tokens, len(chain), tenant)
         stop, output = int(trace.stops[r]), int(trace.output_tokens[r])
-        self.here[new] = True
-        self.used += len(new)
         start = perf_counter_ns()
         policy.access(now, chain, visit)
+        if self.held:
+            new = new[trace.depths[new] < self.capacity_bytes]
+            over = self.used + len(new) - self.capacity_bytes
+            if over > 0 and (gone := policy.evict(now, over, chain)) is not None:
+                self._left(now, gone)
+        self.here[new] = True
+        self.used += len(new)
         if len(new):
-            policy.insert(now, new, parents, **said)
+            policy.insert(now, new, trace.parents[new], **self._said(tenant, new))
         policy.complete(now, r, stop=stop, output_tokens=output)
         if self.hints is not None:
             self._hint(now, r, policy)
@@ -620,13 +627,14 @@ class PlaceStack:
         pages: Blocks that fit in each.
         lasts: Whether each is behind write admission; none by default.
         admission: Chooses the blocks that leave memory for those places.
+        held: See `ReplaySettings`.
     """
 
     def __init__(
         self, trace: Trace, policies: Sequence[Policy], pages: Sequence[int],
-        lasts: Sequence[bool] = (), admission: WriteAdmission | None = None,
+        lasts: Sequence[bool] = (), admission: WriteAdmission | None = None, *, held: bool = False,
     ) -> None:  # fmt: skip
-        self.trace = trace
+        self.trace, self.held = trace, held
         places = [*map(Place, policies, pages, lasts or [False] * len(pages))]
         self.ledger = Ledger(places, ghosts=trace.unique, admission=admission)
         self.course = Course(len(trace))
@@ -649,16 +657,19 @@ class PlaceStack:
             first, end = int(trace.offsets[r]), int(trace.offsets[r + 1])
             about = About(session=int(trace.sessions[r]), tokens=int(trace.input_tokens[r]))
             stop, output = int(trace.stops[r]), int(trace.output_tokens[r])
-            plan = ledger.serve(
-                now, space, pairs[first:end], about, request=r, stop=stop, output_tokens=output
-            )
+            ids, end_of = pairs[first:end], {"stop": stop, "output_tokens": output}
+            if self.held:
+                plan = ledger.begin(now, r, space, ids, about)
+            else:
+                plan = ledger.serve(now, space, ids, about, request=r, **end_of)
             chain, sources = trace.blocks[first:end], plan.sources
             self.course.hits[r] = plan.hits
             self.course.held[r] = int(np.count_nonzero(sources >= 0))
             self.course.loaded[r] = int(np.count_nonzero(seen[chain[sources < 0]]))
             seen[chain] = True
             self.found[r] = np.bincount(sources[: plan.hits], minlength=self.found.shape[1])
-            for move in plan.moves:
+            ended = ledger.complete(now, r, **end_of) if self.held else ()
+            for move in (*plan.moves, *ended):
                 self.moved[move.target] += len(move.slots)
             if progress is not None and r % every == every - 1:
                 progress(r + 1, len(trace))
@@ -723,7 +734,8 @@ def priced(
             found[:, k].sum() * block_bytes * CODECS[tier.codec] / 2**30
         )
         row[f"room_gib_{tier.place}"] = gib
-    tokens = max(int(trace.input_tokens.sum()), 1)
+    whole = np.diff(trace.offsets) * trace.block_tokens  # of a request of unknown length
+    tokens = max(int(np.where(trace.input_tokens, trace.input_tokens, whole).sum()), 1)
     span_s = float(trace.times_ns[-1] - trace.times_ns[0]) / 1e9 if len(trace) else 0.0
     rent = hardware.dollars_per_hour * float(seconds.sum()) + dollars * span_s
     for name, value in zip(("p50", "p95", "p99"), (50, 95, 99), strict=True):
@@ -764,6 +776,8 @@ class ReplaySettings(TypedDict, total=False):
         states: A rule of `flowkv.policy.states.STATE_RULES` for a hybrid model, whose hits end at
             the last state; or a mapping of `rule`, its options, and `room`, the most bytes of
             states (see `flowkv.sim.states.ReplayedStates`). Without `tiers`.
+        held: Make room before the blocks of a request come, which then stay while it runs, as on a
+            device. By default all come first, and its own may leave again, as may the optimum's.
         seed: Seed of the errors of hints.
         progress: Called now and then with the finished and all requests.
     """
@@ -780,6 +794,7 @@ class ReplaySettings(TypedDict, total=False):
     hardware: str | None
     model: str
     states: str | Options | None
+    held: bool
     seed: int
     progress: Progress | None
 
@@ -909,6 +924,7 @@ def _place(
         prefetcher=Prefetcher(capacity, **told) if on and capacity else None,
         costs_ns=(costs_s * 1e9).astype(np.int64) if settings.get("costs") else None,
         states=states,
+        held=settings.get("held", False),
     )
 
 
@@ -930,7 +946,7 @@ def _tiered(trace: Trace, policy: Maker, capacity: int, settings: ReplaySettings
     rule = settings.get("admit", "all")
     admission = admission_of(rule, tiers)
     lasts = [tier.place in LASTING for tier in tiers]
-    stack = PlaceStack(trace, policies, pages, lasts, admission)
+    stack = PlaceStack(trace, policies, pages, lasts, admission, held=settings.get("held", False))
     start = perf_counter()
     course = stack.replay(settings.get("progress"))
     seconds = perf_counter() - start

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from flowkv.core.errors import ConfigError
 from flowkv.core.files import MALFORMED, open_regular
 from flowkv.policy.base import NEVER_NS
-from flowkv.policy.order.compiled import Array, kernel
+from flowkv.policy.order.compiled import CLOCK_LIMIT, Array, kernel
 from flowkv.residency.blocks import KEY, factors, find, put
 
 LEAST_BYTES, MOST_A_BYTE = 1 << 18, 256
@@ -128,8 +128,12 @@ class Trace(msgspec.Struct, frozen=True, eq=False):
             return "not all arrays are vectors of signed integers"
         if len(self.offsets) != n + 1 or {len(column) for column in columns} != {n}:
             return "not one value per request everywhere"
-        if len(self.depths) != u or self.block_tokens < 1:
-            return "parents and depths differ in number, or blocks have no tokens"
+        if len(self.depths) != u or not 1 <= self.block_tokens < 1 << 31:
+            return "parents and depths differ in number, or blocks have no tokens, or too many"
+        if np.abs(self.times_ns.astype(np.float64)).max(initial=0) >= CLOCK_LIMIT:
+            return "a time lies more than 73 years from 0"
+        if any(getattr(self, name).min(initial=0) < -(name == "sessions") for name in COLUMNS):
+            return "a length, a session, a stop or a tenant is negative"
         if self.offsets[0] != 0 or self.offsets[-1] != len(blocks):
             return "the offsets do not span the blocks"
         if (np.diff(self.offsets) < 0).any():
@@ -180,6 +184,8 @@ def read_npz(path: Path) -> Trace:
     arrays: dict[str, Any] = {
         field: a[name].astype(kind) for name, (field, kind) in _ARRAYS.items()
     }
+    if odd := [name for name, (field, _) in _ARRAYS.items() if (arrays[field] != a[name]).any()]:
+        raise ConfigError(f"{path} is no trace: {odd[0]} has numbers that are too large", _REMEDY)
     trace = Trace(
         name=Path(path).stem,
         times_ns=np.round(times * 1e9).astype(np.int64),

@@ -10,13 +10,11 @@ import pytest
 
 from flowkv import KV, NEVER, Retain
 from flowkv.policy import make_policy
-from flowkv.residency import Ledger, Meta, Place
-from flowkv.sim import Trace
+from flowkv.sim import replay
 from tests.cache.audit import audit
 from tests.cache.toy import PAGE, advance, geometry, make_kv, prefill, published, simple
-from tests.inside import ConfigError, HostTier, ManualClock, Reader
+from tests.inside import ByScore, ConfigError, HostTier, ManualClock, Reader
 from tests.policy.call_log import CallLog, repeat
-from tests.sim.stories import run_through
 
 
 def live(tmp_path: Path, policy: str) -> tuple[list[CallLog], int]:
@@ -84,8 +82,17 @@ def test_a_call_left_out_changes_the_decisions(tmp_path: Path) -> None:
     assert repeat(calls, make_policy("lru")) != calls
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "hazard"])
-def test_a_recording_gives_the_hits_that_were_measured(tmp_path: Path, policy: str) -> None:
+class Paying(ByScore):
+    """The first tenant's pages go first, then the seldom used."""
+
+    name = "paying"
+
+    def score(self, now_ns: int, use: Any) -> Any:
+        return use.uses + 99.0 * (use.visit.tenant == 1)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "arc", "hazard", "auto", Paying])
+def test_a_recording_gives_the_hits_that_were_measured(tmp_path: Path, policy: Any) -> None:
     """Prompts end behind a page, so that the token that must run fills the one open page."""
     random, clock, pages = np.random.default_rng(3), ManualClock(), 30
     kv = make_kv(simple(), pages=pages, policy=policy, clock=clock, record=str(tmp_path / "trace"))
@@ -98,30 +105,19 @@ def test_a_recording_gives_the_hits_that_were_measured(tmp_path: Path, policy: s
         talks[n] += random.integers(0, 3, PAGE).tolist()
         if len(talks[n]) > 12 * PAGE:
             talks[n] = [n % 3] * 16
-        with kv.open([*talks[n], 9], session=n) as seq:
+        with kv.open([*talks[n], 9], session=n, tenant=str(n % 2)) as seq:
             hits.append(seq.reused // PAGE)
             prefill(kv, seq, chunk=1 << 10)
     kv.close()
     trace = Reader(tmp_path / "trace").trace()
     assert len(trace) == 300 and trace.block_tokens == PAGE
     assert trace.blocks.shape[0] == trace.offsets[-1] == np.diff(trace.offsets).sum()
-    assert served(trace, policy, capacity) == hits
-    if policy == "lru":  # which never declines to keep what was just computed
-        assert run_through(trace, make_policy(policy), capacity).tolist() == hits
+    assert replay(trace, policy, pages=capacity, held=True).hits.tolist() == hits
+    # Only LRU never declines to keep what was just computed.
+    plain = replay(trace, policy, pages=capacity).hits.tolist()
+    assert (plain == hits) is (policy == "lru")
     assert 0.2 < sum(hits) / len(trace.blocks) < 0.9
     assert len(set(trace.sessions.tolist())) == 6 and (trace.input_tokens % PAGE == 1).all()
-
-
-def served(trace: Trace, policy: str, capacity: int) -> list[int]:
-    """Hits of a ledger in which the blocks of a request stay while it runs, as in a live cache."""
-    ledger, hits = Ledger([Place(make_policy(policy), capacity)]), []
-    space = ledger.namespace(b"")
-    for r, now in enumerate(trace.times_ns.tolist()):
-        chain = trace.blocks[trace.offsets[r] : trace.offsets[r + 1]].astype(np.uint64)
-        ids = np.stack([chain + 1, chain], axis=1)
-        hits.append(ledger.begin(now, r, space, ids, Meta(tokens=int(trace.input_tokens[r]))).hits)
-        ledger.complete(now, r)
-    return hits
 
 
 def test_a_recording_holds_no_key_no_token_and_no_name(tmp_path: Path) -> None:

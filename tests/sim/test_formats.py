@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import zipfile
 from pathlib import Path
@@ -188,12 +189,18 @@ def test_ids_of_one_scope_are_the_same_in_all_sessions(tmp_path):
         ('{"requests": [{"t": 0}]}', "b.json, line 1: .*block_size"),
         ('{"block_size": 64, "requests": [{"hash_ids": ["x"]}]}', "b.json, line 1: .*hash_ids"),
         ('{"block_size": 64, "requests": [{"hash_ids": [1', "b.json, line 1"),
-        (f'{{"block_size": 64, "requests": [{{"hash_ids": [{2**64}]}}]}}', "b.json .*64 bits"),
-        ('{"block_size": 60, "requests": [{}]}', "blocks of 60 tokens .*multiple of 60"),
+        (
+            f'{{"block_size": 64, "requests": [{{"hash_ids": [{2**64}]}}]}}',
+            "line 1: .*64 bits",
+        ),
+        (
+            '{"block_size": 60, "requests": [{}]}',
+            "session 1 has blocks of 60 .*of 60",
+        ),
         ('{"block_size": 64, "hash_id_scope": "x", "requests": []}', "hash_id_scope"),
         (
             '{"block_size": 64, "requests": [{"runs": [[0, 16777215]]}]}',
-            "b.json names too many blocks in session 2",
+            "b.json, session 1 names too many blocks",
         ),
     ],
 )
@@ -232,6 +239,7 @@ def test_what_is_no_trace(tmp_path):
         '{"timestamp": 1e300, "hash_ids": [1]}',
         '{"hash_ids": [1]}',
         '{"timestamp": 0, "hash_ids": ["a"]}',
+        '{"timestamp": 0, "hash_ids": [18446744073709551616]}',
         '{"timestamp": 0, "hash_ids": [1.5]}',
         '{"timestamp": 0, "hash_ids": [1], "input_length": -4}',
         '{"timestamp": 0, "hash_ids": [1], "output_length": 1e20}',
@@ -248,6 +256,24 @@ def test_bad_lines_name_their_number(tmp_path, line):
     path.write_text(good + line + "\n")
     with pytest.raises(ConfigError, match=f"line {2 if good else 1}"):
         read_trace(path)
+
+
+def test_a_time_that_no_clock_reaches_is_refused(tmp_path):
+    lines = [{"timestamp": time, "hash_ids": [1]} for time in (0, 1 << 42)]
+    with pytest.raises(ConfigError, match=r"t.jsonl, request 2 has a time"):
+        read_trace(write_lines(tmp_path / "t.jsonl", *lines))
+
+
+def test_gzip_is_read_and_damage_of_it_named(tmp_path):
+    lines = [{"timestamp": time, "hash_ids": [1, time]} for time in range(400)]
+    plain = write_lines(tmp_path / "t.jsonl", *lines)
+    packed = tmp_path / "t.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert same(read_trace(packed), read_trace(plain)) and read_trace(packed).name == "t"
+    for damaged in (packed.read_bytes()[:-8], packed.read_bytes()[:-8] + bytes(8)):
+        packed.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"t.jsonl.gz is damaged: "):
+            read_trace(packed)
 
 
 @settings(max_examples=25)
@@ -286,7 +312,9 @@ def test_an_array_is_not_believed_before_it_is_there(tmp_path):
         read_trace(path)
 
 
-@pytest.mark.parametrize("change", ["missing", "objects", "floats", "short", "nan", "matrix"])
+@pytest.mark.parametrize(
+    "change", ["missing", "objects", "floats", "short", "nan", "matrix", "inl", "kind", "sess"]
+)
 def test_arrays_of_another_kind(tmp_path, change):
     path = tmp_path / "odd.npz"
     trace = told([(0, [0, 1], 0), (1, [0], 1)])
@@ -301,6 +329,8 @@ def test_arrays_of_another_kind(tmp_path, change):
         arrays["blk"] = arrays["blk"].astype(np.float64)
     elif change == "short":
         arrays["sess"] = arrays["sess"][:1]
+    elif change in arrays:  # of which the low bits look right
+        arrays[change] = arrays[change].astype(np.uint64) + np.uint64(1 << 63)
     elif change == "nan":
         arrays["ts"] = arrays["ts"] * np.nan
     else:

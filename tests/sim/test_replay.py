@@ -230,7 +230,11 @@ class Told(LRU):
 
     def __init__(self):
         super().__init__()
-        self.said = []
+        self.said, self.payers = [], []
+
+    def access(self, now_ns, slots, visit):
+        self.payers.append(visit.tenant)
+        super().access(now_ns, slots, visit)
 
     def insert(self, now_ns, slots, parents, **said):
         self.said.append((len(slots), said))
@@ -246,6 +250,7 @@ def test_policies_are_told_tenants_and_costs():
     assert all(set(said) == {"tenant"} for _, said in plain.said)
     costs = [said["cost_ns"] for _, said in costly.said]
     assert 10**6 < min(costs) < max(costs) < 10**9  # 512 tokens of an 8-billion model
+    assert plain.payers == trace.tenants.tolist()
 
 
 def test_policies_of_ones_own():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from tests.inside import (
     MODELS,
     WRITE_RULES,
     ConfigError,
+    OnePlace,
     PlaceStack,
     ReplayTier,
     Shape,
@@ -35,6 +37,18 @@ def test_one_place_is_the_plain_loop(name, trace, capacity):
     course = PlaceStack(trace, [placed], [capacity]).replay()
     assert course.hits.tolist() == hits.tolist()
     assert plain.digest() == placed.digest()
+
+
+@settings(max_examples=15)
+@given(trace=traces, capacity=st.integers(0, 12))
+def test_held_blocks_stay_in_a_stack_as_in_one_place(trace, capacity):
+    """Room is made before a request, and behind it its first blocks are there."""
+    alone = OnePlace(trace, make_policy("lfu-ttl"), capacity, held=True)
+    for r, now in enumerate(trace.times_ns.tolist()):
+        alone.serve(r, now)
+        assert alone.here[alone.chain(r)[:capacity]].all() and alone.used <= capacity
+    stack = PlaceStack(trace, [make_policy("lfu-ttl")], [capacity], held=True)
+    assert stack.replay().hits.tolist() == alone.course.hits.tolist()
 
 
 @settings(max_examples=12)
@@ -132,6 +146,13 @@ def test_named_hardware_adds_times():
     lru, opt = (result.row() for result in results)
     assert opt["ttft_ms_mean"] < lru["ttft_ms_mean"] < lru["ttft_ms_mean_without"]
     assert lru["hardware"] == "laptop"
+
+
+def test_unknown_lengths_have_the_price_of_whole_blocks():
+    trace = told([(0, [0, 1], 0), (9, [0, 1, 2], 0)])
+    free = msgspec.structs.replace(trace, input_tokens=0 * trace.input_tokens)
+    one, other = (replay(t, "lru", pages=2, hardware="h100") for t in (trace, free))
+    assert one.extra == other.extra
 
 
 def test_wrong_tiers_are_named():
