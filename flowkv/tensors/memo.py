@@ -32,8 +32,8 @@ from flowkv.core.errors import ConfigError, StateError, StoreError, UnsupportedM
 from flowkv.core.interrupts import cover
 from flowkv.core.keys import tenant_salt
 from flowkv.kernels.operands import GPUS
-from flowkv.naming.fingerprint import UnnamedError
-from flowkv.naming.identity import SMALL_BYTES, Identity, drawn, modes
+from flowkv.naming.fingerprint import UnnamedError, version_of
+from flowkv.naming.identity import SMALL_BYTES, Identity, drawn, modes, transformed
 from flowkv.observe.events import Closing, Remembered
 from flowkv.residency.keeper import LONG_S, Caller, Keeper, open_keeper
 from flowkv.tensors.nested import (
@@ -52,6 +52,7 @@ from flowkv.tensors.write_behind import PART_BYTES, WriteBehind, answers_of, str
 from flowkv.tiers import FrameInfo, Load, Outcome
 
 _TAG = b"flowkv.memo/1\0\0\0"
+_ROWS = b"flowkv.memo/2\0\0\0"  # earlier names may stand for wrong rows (SECURITY.md)
 _LEAST_S = 0.002
 _REST_S = 1.0  # pause of loads after tiers were late
 _POLL_S = 0.001
@@ -92,6 +93,7 @@ class _Question:
         leaves: Their leaves.
         batched: Indices of the leaves with rows.
         rows: Number of rows.
+        unclear: An argument with rows has a list that may hold one item for each.
         devices: Device of the first leaf on each type of device.
         head: Digest of all that the rows share, besides the computation.
     """
@@ -101,12 +103,13 @@ class _Question:
     ) -> None:
         self.leaves: list[Any] = []
         self.batched: set[int] = set()
-        forms = []
+        forms, in_rows = [], []
         for name, value in arguments.items():
             first = len(self.leaves)
             chosen = batch is True or (batch is not False and name in batch)
             forms.append(take(value, self.leaves, texts=chosen))
             if chosen:
+                in_rows.append(forms[-1])
                 self.batched.update(range(first, len(self.leaves)))
         self.arguments = ["dict", [*arguments], forms]
         if any(map(_classes, forms)):
@@ -120,6 +123,7 @@ class _Question:
                 "pass batch=False to remember whole calls",
             )
         self.rows = counts.pop() if counts else 1
+        self.unclear = self.rows > 1 and any(_may_be_rows(form, self.rows) for form in in_rows)
         self.devices: dict[str, torch.device] = {}
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
@@ -139,21 +143,19 @@ class _Question:
 
     def keys(self, name: bytes, salt: bytes) -> list[bytes]:
         """Return the name of each row, unique over all computations and tenants."""
-        base = hashlib.sha256(_TAG + name + salt + self.head.digest())
+        base = hashlib.sha256(_ROWS + name + salt + self.head.digest())
         states = [base.copy() for _ in range(self.rows)]
         for i in sorted(self.batched):
             for state, row in zip(states, bytes_by_row(self.leaves[i], rows=True), strict=True):
                 state.update(row)
         return [state.digest() for state in states]
 
-    def some(self, index: Sequence[int]) -> dict[str, Any]:
-        """Return the arguments for some of the rows."""
-        leaves = [
+    def some(self, index: Sequence[int]) -> list[Any]:
+        """Return the leaves for some of the rows."""
+        return [
             rows_of(leaf, index) if i in self.batched else leaf
             for i, leaf in enumerate(self.leaves)
         ]
-        found: dict[str, Any] = put(self.arguments, iter(leaves))
-        return found
 
 
 class Memo(Closing):
@@ -186,13 +188,15 @@ class Memo(Closing):
         self._declined = Counter[str]()
         self._root = _root(function)
         called = getattr(function, "forward", function)
-        self._positional = _positional(called)
+        self._positional, self._known = _parameters(called)
         label = getattr(called, "__qualname__", type(function).__qualname__)
-        self.name = key if isinstance(key, str) else f"{called.__module__}.{label}"
+        module = getattr(called, "__module__", "builtins")
+        self.name = key if isinstance(key, str) else f"{module}.{label}"
         self._layout = hashlib.sha256(_TAG + self.name.encode()).digest()[:16]
         self._sizes: dict[bytes, int] = {}
         self._rows = WriteBehind(keeper, self._proven)
-        self._epoch, self._rest_until_s, self._named, self._changed = 0, 0.0, b"", False
+        self._epoch = self._forgets = 0
+        self._rest_until_s, self._named, self._changed = 0.0, b"", False
         self._pid = os.getpid()
         self._target = function if isinstance(function, torch.nn.Module) else _Called(function)
         self._identity = None if key is not None else self._identify()
@@ -266,7 +270,14 @@ class Memo(Closing):
             StoreError: Some rows may still be stored; the message has the tier and the reason.
         """
         with self._lock:
-            self._epoch += 1
+            self._forgets += 1
+        try:
+            return self._erase(args, kwargs)
+        finally:
+            with self._lock:
+                self._forgets, self._epoch = self._forgets - 1, self._epoch + 1
+
+    def _erase(self, args: Any, kwargs: Any) -> int:
         if not self._rows.flush():
             raise StoreError(
                 f"rows of {self.name} are still being stored", "Forget again once the tiers answer"
@@ -296,7 +307,8 @@ class Memo(Closing):
     # ---- a call
 
     def _call(self, part: _Part, args: Any, kwargs: Any) -> Any:
-        if os.getpid() != self._pid:  # places and threads belong to the parent
+        # Places and threads belong to the parent; compiled code cannot look rows up.
+        if torch.compiler.is_compiling() or os.getpid() != self._pid:
             return self._function(*args, **kwargs)
         began_s = time.perf_counter()
         cover()
@@ -322,6 +334,8 @@ class Memo(Closing):
         question = self._question(args, kwargs)
         if not question.rows:
             raise _Declined("no rows")
+        if question.unclear:
+            raise _Declined("lists")
         if torch.is_grad_enabled() and self._wants_grad(question.leaves):
             raise _Declined("gradients")
         epoch = self._epoch
@@ -348,8 +362,8 @@ class Memo(Closing):
         made = self._made([keys[i] for i in missing], form, infos, leaves)
         self._learn_size(question, next(iter(made.values())))
         if self._still(name) and self._same_content():  # also checks writes without a count
-            with self._lock:  # rows of calls from before a `forget` are not stored
-                if epoch == self._epoch:
+            with self._lock:  # rows of calls from before the end of a `forget` are not stored
+                if epoch == self._epoch and not self._forgets:
                     self._rows.add(made, self._info(name, part.salt))
         if len(missing) == len(keys):
             return result, len(keys), {"found": 0, "computed": len(keys), "duplicates": 0}
@@ -367,9 +381,7 @@ class Memo(Closing):
         """
         if self._root is not None and any(one.training for one in self._root.modules()):
             raise _Declined("training")
-        if torch.compiler.is_compiling():
-            raise _Declined("compiling")
-        if why := modes():
+        if why := modes() or transformed():
             raise _Declined(why)
         if not self.keeper.open:
             raise _Declined("closed")
@@ -381,7 +393,9 @@ class Memo(Closing):
         """Return 32 bytes unique to the computation; empty if it cannot be named now."""
         if self._key is not None:
             said = self._key if isinstance(self._key, str) else self._key()
-            return hashlib.sha256(_TAG + b"key" + said.encode("utf-8", "surrogatepass")).digest()
+            # Rows of a function that were computed without gradients must not replace others.
+            mode = b"grad" if self._root is None and torch.is_grad_enabled() else b"key"
+            return hashlib.sha256(_TAG + mode + said.encode("utf-8", "surrogatepass")).digest()
         identity = self._identity
         assert identity is not None
         with self._lock:
@@ -399,14 +413,14 @@ class Memo(Closing):
             return self._named
 
     def _question(self, args: Any, kwargs: Any) -> _Question:
-        names = [*self._positional, *(f"*{i}" for i in range(len(self._positional), len(args)))]
-        arguments = dict(zip(names, args, strict=False)) | kwargs
+        arguments = dict(zip(self._names(len(args)), args, strict=False)) | kwargs
         if len(arguments) < len(args) + len(kwargs):
             raise _Declined("arguments")  # the function itself raises the error
         try:
             tensors = () if self._root is None else self._root.parameters()
             places = {tensor.device.type for tensor in tensors}
-            named = {name: arguments[name] for name in sorted(arguments)}
+            known = {name: arguments.pop(name) for name in self._known if name in arguments}
+            named = known | arguments  # the order of names that a function collects may count
             return _Question(named, self._batch, places)
         except UnnamedError as error:
             raise UnsupportedModelError(
@@ -414,10 +428,14 @@ class Memo(Closing):
                 "Pass tensors, arrays, texts and plain values, in tuples, lists or dicts",
             ) from None
 
+    def _names(self, count: int) -> list[str]:
+        """Return the names of so many arguments that are passed by position."""
+        names = [*self._positional, *(f"*{i}" for i in range(len(self._positional), count))]
+        return names[:count]
+
     def _run(self, arguments: dict[str, Any], args: Any) -> Any:
         """Call the function with arguments by name, and as many by position as were passed so."""
-        names = [*self._positional, *(f"*{i}" for i in range(len(self._positional), len(args)))]
-        first = [arguments.pop(name) for name in names[: len(args)]]
+        first = [arguments.pop(name) for name in self._names(len(args))]
         return self._function(*first, **arguments)
 
     def _wants_grad(self, leaves: Sequence[Any]) -> bool:
@@ -435,17 +453,22 @@ class Memo(Closing):
         """Compute some rows; return the result, and its parts if they may be stored."""
         whole = len(missing) == question.rows
         asks = self._identity is None or self._identity.draws
+        given = question.leaves if whole else question.some(missing)
+        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+        writes = [*map(version_of, tensors)]
         before, began_s = drawn() if asks else (), time.perf_counter()
         if whole:
             result = self._function(*args, **kwargs)
         else:
-            result = self._run(question.some(missing), args)
+            result = self._run(put(question.arguments, iter(given)), args)
         seconds = time.perf_counter() - began_s
         form, infos, leaves = self._parts_of(result, len(missing))
         self.keeper.gate.computed(len(missing), seconds)
         why = "random" if asks and before != drawn() else ""
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             why = "gradients"
+        if writes != [*map(version_of, tensors)]:
+            why = "writes to inputs"
         try:
             put(form, iter(leaves))
         except (TypeError, ValueError):  # a class that cannot be made of its fields
@@ -471,9 +494,11 @@ class Memo(Closing):
                 f"the result of {self.name} holds {error}", "Return tensors or arrays"
             ) from None
         counts = {count_rows(leaf) for leaf in leaves} if rows else {count}
-        if counts != {count} or (rows and not _bare(form)):
+        wrong = counts != {count}
+        if wrong or (rows and not _bare(form)):
+            found = f"has {sorted(counts)} rows for {count}" if wrong else "holds lists or values"
             raise UnsupportedModelError(
-                f"the result of {self.name} has {sorted(counts)} rows for {count} of its inputs",
+                f"the result of {self.name} {found} of its inputs",
                 "Return one row for each and nothing else, or pass batch=False",
             )
         return form, infos, leaves
@@ -763,14 +788,14 @@ def _root(function: Any) -> torch.nn.Module | None:
     return None
 
 
-def _positional(function: Any) -> list[str]:
-    """Return the names of the parameters that may be passed by position."""
+def _parameters(function: Any) -> tuple[list[str], list[str]]:
+    """Return the names of the parameters that may be passed by position, and of all."""
     try:
         known = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a function in C
-        return []
+        return [], []
     by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [parameter.name for parameter in known if parameter.kind in by_place]
+    return [p.name for p in known if p.kind in by_place], [p.name for p in known]
 
 
 def _autocasts(kind: str) -> bool:
@@ -788,11 +813,21 @@ def _classes(form: Any) -> bool:
     return named or any(map(_classes, form[-1]))
 
 
+def _may_be_rows(form: Any, rows: int) -> bool:
+    """Return whether a form has a list of so many items, or a tuple of so many plain values."""
+    if form[0] not in ("tuple", "list", "dict"):
+        return False
+    plain = all(part[0] == "plain" for part in form[-1])
+    listed = form[0] == "list" or (form[0] == "tuple" and plain)
+    each = [_may_be_rows(part, rows) for part in form[-1]]
+    return (listed and len(each) == rows) or any(each)
+
+
 def _bare(form: Any) -> bool:
-    """Return whether a form has nothing but leaves, and None in their place."""
+    """Return whether a form has nothing but leaves, and None in their place; lists may be rows."""
     if form[0] == "plain":
         return form[1] is None
-    return form[0] == "leaf" or all(map(_bare, form[-1]))
+    return form[0] == "leaf" or (form[0] != "list" and all(map(_bare, form[-1])))
 
 
 def _alike(rows: Sequence[StoredRow]) -> bool:

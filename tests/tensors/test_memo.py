@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 import flowkv
 from flowkv.connect import Keeper
@@ -174,14 +175,14 @@ class Output:
     "make",
     [
         lambda x: (x, x.sum(1)),
-        lambda x: [x, (x > 0)],
+        lambda x: (x, (x > 0)),
         lambda x: {"a": x.bfloat16(), "b": {"c": x[:, :0]}},
         lambda x: Pair(x, x.long()),
         lambda x: Output(x, (x, x + 1)),
         lambda x: x.numpy() * 2,
         lambda x: torch.complex(x, x).conj(),
     ],
-    ids=["tuple", "list", "dict", "named tuple", "dataclass", "array", "conjugate"],
+    ids=["tuple", "bools", "dict", "named tuple", "dataclass", "array", "conjugate"],
 )
 def test_results_of_every_kind_come_back(make: Callable[[torch.Tensor], Any]) -> None:
     x = rows(1, 2, 3)
@@ -225,6 +226,61 @@ def test_texts_are_rows() -> None:
         assert first.tolist() == [[3, 111], [5, 116], [3, 111]]
         assert remembered(["six", "three"]).tolist() == [[3, 115], [5, 116]]
         assert COMPUTED == [2, 1]
+
+
+def _boxes(x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.full((2, 1), float(row.sum())) for row in x]
+
+
+@pytest.mark.parametrize(
+    ("function", "first", "then"),
+    [
+        (
+            lambda pairs: torch.tensor([[ord(a), ord(b)] for a, b in pairs]),
+            ([["q", "a"], ["q", "b"]],),
+            ([["q", "c"], ["q", "d"]],),
+        ),
+        (
+            lambda images: torch.stack([image.sum()[None] for image in images]),
+            ([torch.eye(2), torch.ones(2, 2)],),
+            ([torch.tensor([[1.0, 0], [1, 1]]), torch.tensor([[0.0, 1], [1, 1]])],),
+        ),
+        (
+            lambda x, lengths: x[:, :1] * torch.tensor(lengths)[:, None],
+            (torch.eye(2), [3, 5]),
+            (torch.eye(2).flip(0), [3, 5]),
+        ),
+        (
+            lambda x, sizes: x[:, :1] * torch.tensor(sizes)[:, None],
+            (torch.eye(2), (3, 5)),
+            (torch.eye(2).flip(0), (3, 5)),
+        ),
+        (_boxes, (torch.eye(2),), (torch.eye(2)[:1],)),
+    ],
+    ids=["pairs", "images", "numbers", "sizes", "boxes"],
+)
+def test_lists_that_may_hold_one_item_for_each_row_mix_no_rows(
+    function: Callable[..., Any], first: Any, then: Any
+) -> None:
+    with remember(function, key="lists") as remembered:
+        if function is _boxes:
+            with pytest.raises(UnsupportedModelError, match="lists"):
+                remembered(*first)
+            return
+        for given in (first, then, first):
+            assert torch.equal(remembered(*given), function(*given))
+        assert remembered.stats()["declined"] == {"lists": 3}
+
+
+def test_the_order_of_collected_names_is_in_the_name() -> None:
+    def stacked(**parts: torch.Tensor) -> torch.Tensor:
+        return torch.stack([*parts.values()], 1)
+
+    a, b = rows(1, 2), rows(3, 4)
+    with remember(stacked, key="stacked") as remembered:
+        for parts in ({"a": a, "b": b}, {"b": b, "a": a}, {"b": b[:1], "a": a[:1]}):
+            assert torch.equal(remembered(**parts), stacked(**parts))
+        assert remembered.stats()["found"] == 1
 
 
 def test_a_whole_call_may_be_one_row() -> None:
@@ -438,6 +494,45 @@ def test_training_gradients_and_chance_are_only_computed() -> None:
         assert not torch.equal(found[0], found[1])
 
 
+def test_gradients_through_a_function_with_a_key_are_not_lost() -> None:
+    layer, x = torch.nn.Linear(WIDTH, 2), rows(1, 2)
+    with remember(lambda x: layer(x) * 1, key="layer") as remembered:
+        with torch.no_grad():
+            remembered(x)
+            assert remembered.flush()
+        assert remembered(x).requires_grad
+        with torch.no_grad():
+            remembered(x)
+        assert remembered.stats()["found"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch itself
+def test_derivatives_and_compiled_calls_are_those_of_the_function() -> None:
+    encoder, x = torch.nn.Linear(WIDTH, 2).eval().requires_grad_(False), rows(1, 2)
+    with remember(encoder) as remembered:
+        remembered(x)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            found, expected = (
+                forward_ad.unpack_dual(f(dual)).tangent for f in (remembered, encoder)
+            )
+        assert torch.equal(found, expected)
+        assert torch.equal(torch.vmap(remembered)(x[:, None]), encoder(x[:, None]))
+        compiled = torch.compile(lambda x: remembered(x) + 1, backend="eager")
+        for y in (x, rows(3, 4), x):
+            assert torch.equal(compiled(y), encoder(y) + 1)
+
+
+@pytest.mark.parametrize("seeds", [(1, 2), (1, 1)])
+def test_what_writes_to_its_inputs_does_so_each_time(seeds: tuple[int, int]) -> None:
+    with remember(lambda x: x.relu_() * 2, key="writes") as remembered:
+        for _ in range(2):
+            x = -rows(*seeds)
+            assert torch.equal(remembered(x), x * 2)
+            assert torch.equal(x, (-rows(*seeds)).relu())
+        assert remembered.stats()["declined"] == {"writes to inputs": 2}
+
+
 def test_what_cannot_be_named_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="key="):
         remember(lambda x: x)
@@ -569,6 +664,23 @@ def test_a_call_that_began_before_forget_stores_nothing_behind_it() -> None:
         remembered.flush()
         remembered(rows(1))
         assert COMPUTED == [1, 1]
+
+
+def test_a_call_within_forget_stores_nothing_behind_it() -> None:
+    with remember(Encoder()) as remembered:
+        remembered(rows(1))
+        flush = remembered._rows.flush
+
+        def busy() -> bool:
+            flushed: bool = flush()
+            remembered(rows(2))
+            return flushed
+
+        remembered._rows.flush = busy
+        assert remembered.forget() == 1
+        remembered._rows.flush = flush
+        remembered(rows(2))
+        assert COMPUTED == [1, 1, 1]
 
 
 def test_old_rows_are_computed_again() -> None:
