@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.figures import answer
+
 PROMPTS, TOKENS, PAGE = 3, 1024, 64
 
 
@@ -106,10 +108,8 @@ def fill(model_name: str) -> dict[str, Any]:
 
 def process(directory: Path, cache: Path) -> dict[str, Any]:
     """The same in another process, with a cache of compiled code."""
-    env = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
     command = [sys.executable, "-m", "bench.bench_compiling", "--serve", str(directory)]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = answer(command, NUMBA_CACHE_DIR=str(cache))
     return found
 
 

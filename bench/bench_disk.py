@@ -30,8 +30,21 @@ from typing import Any
 
 import numpy as np
 
-from bench.bench_ring import DEPTH, READ, WRITE, Sample, cpu_s, fio, huge_pages, ratios, spread
+from bench.bench_ring import (
+    DEPTH,
+    READ,
+    WRITE,
+    Sample,
+    cpu_s,
+    fio,
+    huge_pages,
+    parsed,
+    ratios,
+    spread,
+    table,
+)
 from bench.disk_rivals import Blocks, FilePerBlock, RocksDB
+from bench.figures import LAYOUT, finish, page_info
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.disk.journal import Held, WrittenFrame
@@ -42,12 +55,11 @@ KIB = 1 << 10
 SIZES = (64 * KIB, 256 * KIB, 1024 * KIB)
 BATCH = 64
 STRIPES = 16
-LAYOUT = bytes(16)
 FRAMES = 100_000
 
 
 def info_of(size: int) -> FrameInfo:
-    return FrameInfo("page", 0, 0, LAYOUT, bytes(32), bytes(32), 0, 64, max(4096, size // STRIPES))
+    return page_info(max(4096, size // STRIPES))
 
 
 class FlowKV:
@@ -63,30 +75,24 @@ class FlowKV:
         info = info_of(len(bodies[0]))
         items = [Store(key, info, body) for key, body in zip(keys, bodies, strict=True)]
         self._tier.submit_store(items)
-        self._finish(len(keys), Outcome.STORED)
+        finish(self._tier, len(keys), Outcome.STORED)
 
     def get(
         self, keys: Sequence[bytes], targets: Sequence[memoryview], *, direct: bool = False
     ) -> None:
         both = zip(keys, targets, strict=True)
         self._tier.submit_load([Load(k, t, LAYOUT, direct=direct) for k, t in both])
-        self._finish(len(keys), Outcome.HIT)
+        finish(self._tier, len(keys), Outcome.HIT)
 
     def get_deep(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> None:
         """All batches in flight at once."""
         for at in range(0, len(keys), BATCH):
             parts = zip(keys[at : at + BATCH], targets[at : at + BATCH], strict=True)
             self._tier.submit_load([Load(key, target, LAYOUT) for key, target in parts])
-        self._finish(len(keys), Outcome.HIT)
+        finish(self._tier, len(keys), Outcome.HIT)
 
     def close(self) -> None:
         self._tier.close()
-
-    def _finish(self, count: int, outcome: Outcome) -> None:
-        while count:
-            done = self._tier.poll(1.0)
-            assert all(answer.outcome is outcome for answer in done), done
-            count -= len(done)
 
 
 class Spinning:
@@ -248,32 +254,11 @@ def recovery(directory: Path, rounds: int) -> list[tuple[float, float]]:
     return seconds
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines for people: medians and, in brackets, the spread."""
-    columns = ("gb_s", "cpu_s_per_gb", "of_fio", "x file per block", "x RocksDB", "busy_of_idle")
-    lines = [f"{'way':15}{'':5}{'KiB':>5} " + "".join(f"{name:>20}" for name in columns)]
-    for row in rows:
-        cells = (
-            f"{row[c]['median']:.2f} [{row[c]['min']:.2f}-{row[c]['max']:.2f}]" if c in row else ""
-            for c in columns
-        )
-        lines.append(
-            f"{row['way']:15}{row['what']:5}{row['kib']:5} " + "".join(f"{c:>20}" for c in cells)
-        )
-    return lines
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--directory", type=Path, default=Path("."), help="where to store")
-    parser.add_argument("--mib", type=int, default=512, help="bytes of each store")
-    parser.add_argument("--kib", type=int, nargs="*", default=[size // KIB for size in SIZES])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="one JSON object, nothing else")
-    args = parser.parse_args()
-    if not shutil.which("fio"):
-        print("This bench compares with fio: install it (`apt install fio`)", file=sys.stderr)
-        return 2
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--mib", type=int, default=512, help="bytes of each store")
+    options.add_argument("--kib", type=int, nargs="*", default=[size // KIB for size in SIZES])
+    args = parsed(options, rounds=5)
     with (
         tempfile.TemporaryDirectory(dir=args.directory, prefix="bench-disk-") as scratch,
         huge_pages(DEPTH) as memory,
@@ -293,7 +278,8 @@ def main() -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        print("\n".join(table(rows)))
+        names = ("gb_s", "cpu_s_per_gb", "of_fio", "x file per block", "x RocksDB", "busy_of_idle")
+        table(rows, ("way", "what", "kib"), names)
         wall, used = report["recovery_s"], report["recovery_cpu_s"]
         print(f"opening a store of {FRAMES:,} frames: {wall} s, {used} s of processors")
     return 0

@@ -11,8 +11,6 @@ which raw pages hold them.
 
 from __future__ import annotations
 
-import hashlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -23,10 +21,11 @@ import pytest
 import torch
 import xxhash
 
+from bench.figures import LAYOUT, finish, frames, page_info, ratios, repeated, show, turns
 from flowkv.compiled.digest import compile_digest
 from flowkv.core.digest import digests
 from flowkv.core.geometry import GRANULE_BYTES
-from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
+from flowkv.tiers.base import Load, Outcome, Store
 from flowkv.tiers.digest import CHECK, check_frames
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.envelope import Envelope, Integrity, Keyring
@@ -36,53 +35,12 @@ from tests.fixture_model import load_tiny, stdlib_text
 
 ROUND_BYTES = 64 << 20
 STRIPES = 16
-LAYOUT = bytes(16)
 SIZES = {"256 KiB": 256 << 10, "1 MiB": 1 << 20}
 each_size = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 
 
-def rounds(
-    ways: dict[str, Callable[[], object]],
-    count: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Seconds that each way takes, in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(count + 1):
-        for name, way in ways.items():
-            start = clock()
-            way()
-            if turn:  # the first round warms up
-                seconds[name].append(clock() - start)
-    return seconds
-
-
-def show(name: str, ratios: list[float]) -> float:
-    """Prints median and spread of ratios."""
-    low, *_, high = statistics.quantiles(ratios, n=10)
-    middle = statistics.median(ratios)
-    print(f"  {name:<58} {middle:7.3f}  ({low:.3f} to {high:.3f})")
-    return middle
-
-
-def each(a: list[float], b: list[float]) -> list[float]:
-    return [x / y for x, y in zip(a, b, strict=True)]
-
-
-def info_of(step: int) -> FrameInfo:
-    return FrameInfo("page", 0, 0, LAYOUT, bytes(32), bytes(32), 0, 64, step)
-
-
 def envelope_of(integrity: Integrity) -> Envelope:
     return Envelope(integrity=integrity, keyring=Keyring(bytes(32)))
-
-
-def stores(size: int) -> list[Store]:
-    noise = memoryview(np.random.default_rng(0).bytes(ROUND_BYTES))
-    return [
-        Store(hashlib.sha256(b"%d" % at).digest(), info_of(size // STRIPES), noise[at : at + size])
-        for at in range(0, ROUND_BYTES, size)
-    ]
 
 
 class Getter:
@@ -93,7 +51,7 @@ class Getter:
         self.target, self.count = memoryview(bytearray(ROUND_BYTES)), len(items)
         size = items[0].body.nbytes
         self.tier.submit_store(items)
-        self._finish(Outcome.STORED)
+        finish(self.tier, self.count, Outcome.STORED)
         self.loads = [
             Load(item.key, self.target[n * size : (n + 1) * size], LAYOUT)
             for n, item in enumerate(items)
@@ -103,14 +61,7 @@ class Getter:
 
     def __call__(self) -> None:
         self.tier.submit_load(self.loads)
-        self._finish(Outcome.HIT)
-
-    def _finish(self, outcome: Outcome) -> None:
-        left = self.count
-        while left:
-            done = self.tier.poll(1.0)
-            assert all(answer.outcome is outcome for answer in done), done[:3]
-            left -= len(done)
+        finish(self.tier, self.count, Outcome.HIT)
 
 
 @pytest.fixture
@@ -131,7 +82,7 @@ class Staged:
 
     def __init__(self, items: list[Store]) -> None:
         self.size = items[0].body.nbytes
-        heads = [describe(*item) for item in items]
+        heads = [describe(*item[:3]) for item in items]
         data = b"".join(
             pack_header(head) + bytes(item.body) for head, item in zip(heads, items, strict=True)
         )
@@ -157,9 +108,9 @@ class Staged:
         self.sealed: dict[Integrity, list[memoryview]] = {}
         for integrity in ("xxh3", "aead"):
             envelope = envelope_of(integrity)
-            frames = [envelope.seal(*item) for item in items]
+            sealed = [envelope.seal(*item[:3]) for item in items]
             self.sealed[integrity] = [
-                memoryview(bytearray(b"".join([frame.header, *frame.parts]))) for frame in frames
+                memoryview(bytearray(b"".join([frame.header, *frame.parts]))) for frame in sealed
             ]
 
     def open(self, integrity: Integrity) -> None:
@@ -181,19 +132,19 @@ class Staged:
 @each_size
 def test_digests(size: int, getters: Callable[[list[Store], Envelope], Getter]) -> None:
     """What checking adds to copying, as a part of a get; what tags cost in its place."""
-    items = stores(size)
+    items = frames(size, ROUND_BYTES)
     plain, keyed = (getters(items, envelope_of(name)) for name in ("xxh3", "aead"))
     staged = Staged(items)
-    took = rounds({"get": plain, "get, aead": keyed}, 25)
+    took = turns({"get": plain, "get, aead": keyed}, 25)
     ways: dict[str, Callable[[], object]] = {"check": staged.check, "copy": staged.copy}
     for name in ("xxh3", "aead"):
         ways[f"open {name}"] = partial(staged.open, name)
-    cpu = rounds(ways, 25, time.thread_time)
+    cpu = turns(ways, 25, time.thread_time)
     print(f"\n{size >> 10} KiB in {STRIPES} stripes, engine {plain.tier.engine}")
     show("get, GB/s", [ROUND_BYTES / second / 1e9 for second in took["get"]])
     show("check and copy, GB/s and core", [ROUND_BYTES / second / 1e9 for second in cpu["check"]])
-    show("copy alone / check and copy", each(cpu["copy"], cpu["check"]))
-    show("aead: get with tags / get with digests", each(took["get, aead"], took["get"]))
+    show("copy alone / check and copy", ratios(cpu["copy"], cpu["check"]))
+    show("aead: get with tags / get with digests", ratios(took["get, aead"], took["get"]))
     least = {name: min(seconds) for name, seconds in (took | cpu).items()}
     print("  fastest round of each way:")
     added = least["check"] - least["copy"]
@@ -221,22 +172,19 @@ def test_nh_128(size: int) -> None:
             "read (sum of words)": words.sum,
             "copy": lambda parts=parts, targets=targets: [*map(np.copyto, targets, parts)],
         }
-        repeated = {
-            way: lambda call=call, times=times: [call() for _ in range(times)]
-            for way, call in ways.items()
-        }
-        took = rounds(repeated, 15, time.thread_time)
+        many = {way: repeated(call, times) for way, call in ways.items()}
+        took = turns(many, 15, time.thread_time)
         for way in ways:
             n_bytes = times * count * size
             show(f"{way}, {name}, GB/s and core", [n_bytes / s / 1e9 for s in took[way]])
-        show(f"digest / read, {name}", each(took["read (sum of words)"], took["digest"]))
+        show(f"digest / read, {name}", ratios(took["read (sum of words)"], took["digest"]))
 
 
 def test_before_it_is_compiled() -> None:
     noise = np.frombuffer(np.random.default_rng(0).bytes(ROUND_BYTES), np.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flowkv.core.digest._compiled", None)
-        took = rounds({"numpy": lambda: digests(noise, 1 << 18)}, 9, time.thread_time)
+        took = turns({"numpy": lambda: digests(noise, 1 << 18)}, 9, time.thread_time)
     print()
     show("NH-128 in numpy, GB/s and core", [ROUND_BYTES / s / 1e9 for s in took["numpy"]])
 
@@ -264,7 +212,7 @@ def pages(dtype: torch.dtype, page: int) -> tuple[list[bytes], int]:
 def test_lossless(dtype: torch.dtype, page: int) -> None:
     """Ratio and rates on keys and values of a trained model."""
     bodies, step = pages(dtype, page)
-    info, lossless = info_of(step), Lossless(lambda: 1.0)
+    info, lossless = page_info(step), Lossless(lambda: 1.0)
     packed = [lossless.pack(info, memoryview(body)) for body in bodies]
     kept = [part for part in packed if part is not None]
     total = sum(map(len, bodies))
@@ -275,7 +223,7 @@ def test_lossless(dtype: torch.dtype, page: int) -> None:
             if size < step:
                 stripes.append(part.data[offset : offset + size])
             offset += -(-size // GRANULE_BYTES) * GRANULE_BYTES
-    took = rounds(
+    took = turns(
         {
             "pack": lambda: [lossless.pack(info, memoryview(body)) for body in bodies],
             "unpack": lambda: [unpack_stripe(stripe, target) for stripe in stripes],

@@ -13,8 +13,6 @@ tables have Triton's and torch's times on it too.
 from __future__ import annotations
 
 import statistics
-import time
-import timeit
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -22,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from bench.figures import ratios, took, turns
 from flowkv.core.geometry import CODECS, Geometry, PageLayout, page_layout
 from flowkv.kernels import (
     Pages,
@@ -211,12 +210,6 @@ def percentiles(values: list[float]) -> str:
     return f"{statistics.median(values):.1f}x (10 % {low:.1f}x, 90 % {high:.1f}x)"
 
 
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 WAYS: dict[str, Callable[[Setting], torch.Tensor]] = {
     "ours": ours,
     "torch": torch_decode,
@@ -239,17 +232,18 @@ def test_decode_ratio(name: str) -> None:
     """Ours against torch's, call by call."""
     scene = setting(DECODE[name])
     near((ours(scene),), (torch_decode(scene),))
-    rounds = [[timed(partial(call, scene)) for call in WAYS.values()] for _ in range(9)]
+    calls = {way: partial(call, scene) for way, call in WAYS.items()}
+    own, plain, grouped = turns(calls, 9).values()
     layout = scene.pages.layout
     seen = sum(min(n, scene.case.window or n) for n in scene.case.lengths)
     gigabytes = seen * layout.kv_heads * (layout.head_dim + layout.value_dim) / 1e9
     gigabytes *= 4 if scene.case.dtype == "float32" else 2
-    best = min(a for a, _, _ in rounds)
+    best = min(own)
     print(
         f"\n{name}, {torch.get_num_threads()} threads:"
         f" {best * 1e3:.2f} ms at best, {gigabytes / best:.1f} GB/s of K and V\n"
-        f"    {percentiles([b / a for a, b, _ in rounds])} faster than torch,"
-        f" {percentiles([c / a for a, _, c in rounds])} than torch grouped"
+        f"    {percentiles(ratios(plain, own))} faster than torch,"
+        f" {percentiles(ratios(grouped, own))} than torch grouped"
     )
 
 
@@ -265,24 +259,9 @@ def test_crossover(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 limits = dict.fromkeys(operations.FEW_NEW, few)
                 monkeypatch.setattr(operations, "FEW_NEW", limits)
                 ours(scene)
-                times.append(min(timed(partial(ours, scene)) for _ in range(5)))
+                times.append(min(took(partial(ours, scene)) for _ in range(5)))
             line.append(f"T={new} {times[0] / times[1]:.2f}")
         print(f"\n{dtype} {heads}x{group}x{dim} over {length}, numba / torch: " + "  ".join(line))
-
-
-def test_call_overhead() -> None:
-    """What a call costs when there is next to nothing to do."""
-    scene = setting(Case((20,), 2, 2, 16, 16, page_size=8))
-    k = scene.q[:, :2]
-    calls: dict[str, Callable[[], object]] = {
-        "paged_attention": lambda: ours(scene),
-        "append": lambda: append(k, k, scene.pages, scene.batch),
-        "gather_dense": lambda: gather_dense(scene.pages, scene.batch, 20),
-    }
-    for name, call in calls.items():
-        call()
-        best = min(timeit.repeat(call, number=200, repeat=10)) / 200
-        print(f"\n{name}: {best * 1e6:.1f} us a call")
 
 
 @benched("cascade_attention")

@@ -1,6 +1,6 @@
-"""Cost of codecs and dropped tokens in bits per byte, on the trained fixture, on the CPU.
+"""Cost of codecs in bits per byte, on the trained fixture, on the CPU.
 
-    python -m bench.bench_quality [--windows 400] [--part codecs|auto|drop] [--json FILE]
+    python -m bench.bench_quality [--windows 400] [--part codecs|auto] [--json FILE]
 
 Codecs are measured through an attached cache whose every full page is encoded before the next one
 is read (`bench.quality`); all windows are read with raw pages too, and deltas are paired.
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from bench.figures import save
 from bench.quality import (
     Scores,
     Task,
@@ -31,7 +32,6 @@ from bench.quality import (
     measure,
     second_copy,
 )
-from bench.sparsified import ways
 from tests.fixture_model import corpus, load_tiny
 
 PERIOD = 128
@@ -45,11 +45,11 @@ TARGETS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=400)
-    parser.add_argument("--part", choices=("codecs", "auto", "drop"), action="append")
+    parser.add_argument("--part", choices=("codecs", "auto"), action="append")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     model, text = load_tiny(), corpus("validation")
-    parts = {"codecs": codecs, "auto": auto, "drop": drop}
+    parts = {"codecs": codecs, "auto": auto}
     report: dict[str, Any] = {}
     if options.json and options.json.exists():
         report = json.loads(options.json.read_text())
@@ -64,8 +64,7 @@ def main() -> int:
             print("  ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{v}" for k, v in row))
             rows.append(dict(row))
         report[name] = {"date": f"{datetime.date.today()}", "rows": rows}
-        if options.json:
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
+        save(options.json, report)
     met = [row.get("met", True) for name in parts for row in report.get(name, {}).get("rows", ())]
     return 0 if all(met) else 1
 
@@ -83,12 +82,9 @@ def codecs(model: torch.nn.Module, text: bytes, count: int) -> Iterator[Row]:
                 started = time.perf_counter()
                 coded = measure(model, task, codec=codec, **fields)
                 yield compared(task, size, codec, raw, coded, started)
-        for swapped in (False, True):
             started = time.perf_counter()
-            visit = lost_page(0, PERIOD, swapped=swapped)
-            lost = measure(model, task, codec="kv8", visit=visit, **fields)
-            name = f"kv8, page 0 {'swapped' if swapped else 'lost'}"
-            yield compared(task, size, name, raw, lost, started)
+            lost = measure(model, task, codec="kv8", visit=lost_page(0, PERIOD), **fields)
+            yield compared(task, size, "kv8, page 0 lost", raw, lost, started)
 
 
 def auto(model: torch.nn.Module, text: bytes, count: int) -> Iterator[Row]:
@@ -121,14 +117,6 @@ def compared(task: Task, size: int, codec: str, raw: Scores, coded: Scores, star
     ]
     target = TARGETS.get(task.name, {}).get(codec)
     return row if target is None else [*row, ("target", target), ("met", found.mean <= target)]
-
-
-def drop(_model: torch.nn.Module, text: bytes, count: int) -> Iterator[Row]:
-    """Half the tokens dropped in pages of 64, by what was looked at, and otherwise."""
-    for task, found in ways(text, count):
-        for way, (mean, cost) in found.items():
-            row = [("task", task), ("keep", way), ("windows", count), ("bits", mean)]
-            yield [*row, ("delta_bits", cost.mean), ("two_errors", cost.error)]
 
 
 if __name__ == "__main__":

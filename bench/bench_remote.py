@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import statistics
 import tempfile
@@ -29,15 +28,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from flowkv.tiers.base import Completion, FrameInfo, Load, Outcome, Store
+from bench.figures import LAYOUT, finish, frames, ratios, spread, took
+from flowkv.tiers.base import Completion, Load, Outcome
 from flowkv.tiers.remote.backend import RemoteLimits
 from flowkv.tiers.remote.tier import BreakerState, RemoteTier
 
 SIZES = (256 << 10, 1 << 20, 4 << 20)
 THREADS = 8
-LAYOUT = bytes(16)
 DEADLINE_S = 0.1
 PATIENCE_S = 60.0
 
@@ -140,31 +137,6 @@ ENGINES: dict[str, Callable[[Path], contextlib.AbstractContextManager[Running]]]
 }
 
 
-def frames(size: int, total: int) -> list[Store]:
-    """Distinct frames of 16 layers."""
-    noise = memoryview(np.random.default_rng(0).bytes(total))
-    info = FrameInfo("page", 0, 0, LAYOUT, bytes(32), bytes(32), 0, 64, size // 16)
-    return [
-        Store(hashlib.sha256(b"%d %d" % (size, at)).digest(), info, noise[at : at + size])
-        for at in range(0, total - size + 1, size)
-    ]
-
-
-def finish(tier: RemoteTier, count: int, outcome: Outcome) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while count:
-        answers = tier.poll(1.0)
-        assert all(answer.outcome is outcome for answer in answers), answers[:3]
-        count -= len(answers)
-        assert time.monotonic() < end_s
-
-
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def measure(running: Running, size: int, total: int, rounds: int) -> dict[str, Any]:
     """Megabytes per second of both, and their ratio, for writing and reading."""
     tier, items = running.tier, frames(size, total)
@@ -174,30 +146,28 @@ def measure(running: Running, size: int, total: int, rounds: int) -> dict[str, A
     ]
     names = [item.key.hex() for item in items]
     moved = size * len(items)
-    took: dict[str, list[float]] = {"alone_put": [], "put": [], "alone_get": [], "get": []}
+    seconds: dict[str, list[float]] = {"alone_put": [], "put": [], "alone_get": [], "get": []}
+    bodies = [item.body for item in items]
     with ThreadPoolExecutor(THREADS) as pool:
         for _ in range(rounds + 1):  # the first one warms up
-            bodies = [item.body for item in items]
-            took["alone_put"].append(
-                seconds(lambda: list(pool.map(running.put, names, bodies)))  # noqa: B023
-            )
+            seconds["alone_put"].append(took(lambda: list(pool.map(running.put, names, bodies))))
             tier.submit_store(items, deadline_s=PATIENCE_S)
-            took["put"].append(seconds(lambda: finish(tier, len(items), Outcome.STORED)))
-            took["alone_get"].append(seconds(lambda: list(pool.map(running.get, names))))
+            seconds["put"].append(took(lambda: finish(tier, len(items), Outcome.STORED)))
+            seconds["alone_get"].append(took(lambda: list(pool.map(running.get, names))))
             tier.submit_load(loads, deadline_s=PATIENCE_S)
-            took["get"].append(seconds(lambda: finish(tier, len(loads), Outcome.HIT)))
+            seconds["get"].append(took(lambda: finish(tier, len(loads), Outcome.HIT)))
             assert all(load.target == item.body for load, item in zip(loads, items, strict=True))
             memory[:] = bytes(len(memory))
             tier.erase([item.key for item in items])
     report: dict[str, Any] = {"bytes": size}
     for way in ("put", "get"):
-        alone, ours = took[f"alone_{way}"][1:], took[way][1:]
-        ratios = sorted(a / b for a, b in zip(alone, ours, strict=True))
+        alone, ours = seconds[f"alone_{way}"][1:], seconds[way][1:]
+        least, middle, most = spread(ratios(alone, ours))
         report[way] = {
             "alone_mb_s": round(moved / 1e6 / statistics.median(alone), 1),
             "tier_mb_s": round(moved / 1e6 / statistics.median(ours), 1),
-            "ratio": round(statistics.median(ratios), 3),
-            "spread": [round(ratios[0], 3), round(ratios[-1], 3)],
+            "ratio": round(middle, 3),
+            "spread": [round(least, 3), round(most, 3)],
         }
     return report
 
@@ -217,7 +187,7 @@ def overruns(running: Running, cycles: int) -> dict[str, Any]:
             found = tier.poll(1.0)
             late_ms += [1e3 * (time.perf_counter() - start - DEADLINE_S)] * len(found)
             answers += found
-        slept_ms.append(1e3 * (seconds(lambda: time.sleep(DEADLINE_S)) - DEADLINE_S))
+        slept_ms.append(1e3 * (took(lambda: time.sleep(DEADLINE_S)) - DEADLINE_S))
         running.server.thaw()
         assert {answer.reason for answer in answers} == {"deadline"}, answers
         trips += tier.state is not BreakerState.CLOSED

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.bench_kernels import Case, Setting, benched, near, percentiles, setting, timed
+from bench.bench_kernels import Case, Setting, benched, near, percentiles, setting
 from bench.bench_kernels import ours as attend
+from bench.figures import ratios, turns
 from flowkv.core.geometry import LayerGroup, PageLayout, page_id, page_layout
 from flowkv.kernels import Pages, transcode
 from flowkv.kernels.reference import rotate
@@ -167,15 +168,15 @@ def test_sealed_ratio(name: str) -> None:
     for dtype in ("float32", "bfloat16"):
         sides[f"flowkv, raw {dtype}"] = partial(attend, setting(raw_case(page_size, dtype)))
     sides["flowkv, sealed"] = partial(attend, scene)
-    rounds = [{side: timed(call) for side, call in sides.items()} for _ in range(9)]
-    ours = [times["flowkv, sealed"] for times in rounds]
-    best = [min(t for side, t in times.items() if side[:6] != "flowkv") for times in rounds]
+    times = turns(sides, 9)
+    ours = times["flowkv, sealed"]
+    best = [*map(min, zip(*(t for side, t in times.items() if side[:6] != "flowkv"), strict=True))]
     seen = scene.pages.sealed[0].stripe_bytes * scene.batch.table.numel()
     print(f"\n{name}, {torch.get_num_threads()} threads: {min(ours) * 1e3:.2f} ms at best,")
     print(f"    {seen / min(ours) / 1e9:.1f} GB/s of sealed pages")
-    print("    " + percentiles([b / a for a, b in zip(ours, best, strict=True)]), end="")
+    print("    " + percentiles(ratios(best, ours)), end="")
     print(" faster than the fastest of torch")
     for side in list(sides)[:-1]:
-        ratio = percentiles([times[side] / a for a, times in zip(ours, rounds, strict=True)])
-        median = statistics.median(times[side] for times in rounds)
+        ratio = percentiles(ratios(times[side], ours))
+        median = statistics.median(times[side])
         print(f"    {ratio} than {side} ({median * 1e3:.1f} ms)")

@@ -17,18 +17,17 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from statistics import mean, median, stdev
+from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 import flowkv
+from bench.figures import Score, between, interval, percent_more, score
 from bench.real import english, load
-from bench.sparsify import Score
 from flowkv.cli.arguments import AddVerb
 from flowkv.data import tiny_path
 from flowkv.hooks.blend import Blender
@@ -155,10 +154,7 @@ def scores(blender: Blender, case: Case) -> Iterator[tuple[tuple[str, str], Scor
                     logits = computed(blender, twin, ids[:-1])[first - 1 :]
                 found = logits.float().log_softmax(-1)
                 whole = exact.setdefault(question, found)
-                nats = cross_entropy(found, torch.tensor(ids[first:])).item()
-                same = (found.argmax(-1) == whole.argmax(-1)).double().mean().item()
-                kl = (whole.exp() * (whole - found)).sum(-1).mean().item()
-                yield (name, question), Score(nats, same, kl)
+                yield (name, question), score(found, whole, torch.tensor(ids[first:]))
 
 
 def paces(blender: Blender, case: Case) -> Iterator[tuple[str, float]]:
@@ -189,7 +185,6 @@ def rows(
     def kl(rule: str) -> NDArray[np.float64]:
         return np.array([mean(one[rule, question].kl for question in QUESTIONS) for one in read])
 
-    drawn = np.random.default_rng(0).integers(len(read), size=(10_000, len(read)))  # bootstrap
     nothing = kl("nothing")
     for rule in ("whole", *RULES):
         row = {"rule": rule}
@@ -197,20 +192,17 @@ def rows(
         row["same token"] = f"{agreed:.3f}"
         own = kl(rule)
         row["KL"] = f"{own.mean():.3f}"
-        closed = 100 * (1 - own[drawn].sum(1) / nothing[drawn].sum(1))
-        low, high = np.percentile(closed, (2.5, 97.5))
-        row["KL closed"] = f"{100 * (1 - own.sum() / nothing.sum()):.0f} % [{low:.0f}, {high:.0f}]"
+        closed, high, low = (100 * (1 - share) for share in interval(own, nothing))
+        row["KL closed"] = f"{closed:.0f} % [{low:.0f}, {high:.0f}]"
         for question in QUESTIONS:
             more = [one[rule, question].nats - one["whole", question].nats for one in read]
-            error = 1.96 * stdev(more) / math.sqrt(len(more)) if len(more) > 1 else 0.0
-            low, middle, high = (100 * math.expm1(mean(more) + e) for e in (-error, 0.0, error))
+            low, middle, high = percent_more(more)
             if rule == "whole":
                 plain = math.exp(mean(one[rule, question].nats for one in read))
                 row[question] = f"ppl {plain:.2f}"
             else:
                 row[question] = f"{middle:+.0f} % [{low:+.0f}, {high:+.0f}]"
-        ratios = sorted(one[rule] for one in speed) if rule != "whole" else [1.0]
-        row["time"] = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        row["time"] = between([one[rule] for one in speed] if rule != "whole" else [1.0])
         yield row
 
 
@@ -245,10 +237,6 @@ def served(requests: int, documents: int, clients: int) -> Iterator[tuple[str, l
                     lambda p: engine.submit(p, max_new_tokens=8).result(), prompts[1:]
                 )
                 yield name, [one.ttft_s for one in done]
-
-
-def _asked(engine: flowkv.Engine, prompt: list[int]) -> float:
-    return engine.submit(prompt, max_new_tokens=8).result().ttft_s
 
 
 def add_verbs(verb: AddVerb) -> None:

@@ -10,7 +10,6 @@ import argparse
 import copy
 import inspect
 import itertools
-import json
 import math
 import os
 import statistics
@@ -29,6 +28,7 @@ import msgspec
 import torch
 
 import flowkv
+from bench.figures import divergence, ratios, save, spread
 from flowkv.cli.arguments import AddVerb
 from flowkv.core.geometry import GRANULE_BYTES, PageLayout, page_layout
 from flowkv.hooks.huggingface.attach import door_of
@@ -208,7 +208,7 @@ def objects(model: str, bound: float, tokens: int, say: Callable[[str], object])
             with torch.no_grad():
                 got = loaded.model(window[:, 3 * size :], past_key_values=cache)
             a, b = (x.logits[0].log_softmax(-1) for x in (exact, got))
-            kl += float((a.exp() * (a - b)).sum(-1).mean()) / len(starts)
+            kl += float(divergence(b, a).mean()) / len(starts)
             same += float((a.argmax(-1) == b.argmax(-1)).float().mean()) / len(starts)
         count = 3 * len(starts)
         row = {"codec": codec, "text": name, "kl": kl, "same_token": same}
@@ -278,24 +278,18 @@ def first_tokens(
                     time.sleep(number and 1.0)  # the basis is read, as in a process that serves
                     began = time.perf_counter()
                     loaded.model.generate(prompt, **shape)
-                    seconds = time.perf_counter() - began
+                    first_s = time.perf_counter() - began
                     kv.flush(600)
                     reused = kv.stats()["tokens_reused"]
                     if number:
-                        took[way].append(seconds)
-                    say(f"{way} {seconds:.3f} s, {reused} of {tokens + 1} tokens from the tier")
-    ratios = {way: [a / b for a, b in zip(took[way], took["kv8"], strict=True)] for way in WAYS}
-    return [
-        {
-            "way": way,
-            "mb_per_s": rate / 1e6,
-            "seconds": statistics.median(took[way]),
-            "of_kv8": statistics.median(ratios[way]),
-            "least": min(ratios[way]),
-            "most": max(ratios[way]),
-        }
-        for way in WAYS
-    ]
+                        took[way].append(first_s)
+                    say(f"{way} {first_s:.3f} s, {reused} of {tokens + 1} tokens from the tier")
+    rows = []
+    for way, seconds in took.items():
+        least, middle, most = spread(ratios(seconds, took["kv8"]))
+        row = {"way": way, "mb_per_s": rate / 1e6, "seconds": statistics.median(seconds)}
+        rows.append(row | {"of_kv8": middle, "least": least, "most": most})
+    return rows
 
 
 def _cold(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
@@ -309,8 +303,7 @@ def _cold(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     else:
         rows = measure(given.model, bounds, given.tokens, given.others, screen.say)
     found = {"threads": given.threads, "torch": torch.__version__, "rows": rows}
-    if given.out:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    save(given.out, found)
     return 0, found
 
 

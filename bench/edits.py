@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import flowkv
 from bench.blend import computed
+from bench.figures import divergence, interval
 from bench.real import english, load
 from flowkv.cli.arguments import AddVerb
 from flowkv.data import tiny_path
@@ -151,7 +152,7 @@ def judged(loaded: Any, kind: str, given: argparse.Namespace) -> Iterator[dict[s
                 whole = found
                 continue
             kv.forget(ids[1])  # the next rule may not go on from these pages
-            row[name] = (whole.exp() * (whole - found)).sum(-1).mean().item()
+            row[name] = divergence(found, whole).mean().item()
             spans = taken if name == "nothing" else spans
             row[f"{name} work"] = 1 - taken / spans + (1 / layers if rule.looks else 0)
         yield row
@@ -196,13 +197,11 @@ def _edits(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     loaded, table = load(given), []
     for kind in KINDS:
         rows = list(judged(loaded, kind, given))
-        none = np.array([row["nothing"] for row in rows])
-        drawn = np.random.default_rng(0).integers(len(rows), size=(10_000, len(rows)))
+        none = [row["nothing"] for row in rows]
         for name in RULES:
             own = np.array([row[name] for row in rows])
-            low, high = np.percentile(1 - own[drawn].sum(1) / none[drawn].sum(1), (2.5, 97.5))
+            closed, high, low = (1 - share for share in interval(own, none))
             work = float(np.mean([row[f"{name} work"] for row in rows]))
-            closed = 1 - own.sum() / none.sum()
             table.append(
                 [kind, name]
                 + [f"{x:.4f}" for x in (work, own.mean(), np.median(own), own.max(), closed)]

@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import heapq
-import json
 import mmap
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
+from bench.figures import answer, between, ratios
 from flowkv.cli.arguments import AddVerb, count
 from flowkv.core.config import format_size, parse_size
 from flowkv.core.errors import ConfigError
@@ -39,7 +38,6 @@ ZIPF, WIDTH = 1.05, 64
 SIZES = {64: 200, 1024: 60}  # ids of a look-up: look-ups that are timed
 WARM = 120  # look-ups of the larger size before that
 WAYS = ("flowkv", "mapping, random")
-AHEAD = "mapping"  # as it comes, with readahead: a minute and more where memory is short
 _GROUPS = ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")
 
 
@@ -143,8 +141,7 @@ def child(given: argparse.Namespace) -> dict[str, Any]:
         look_up = lambda ids: table.look_up(ids).view(np.float32)  # noqa: E731
     else:
         mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-        if way.endswith("random"):
-            mapped.madvise(mmap.MADV_RANDOM)
+        mapped.madvise(mmap.MADV_RANDOM)
         rows = np.frombuffer(mapped, np.float32).reshape(-1, WIDTH)
         look_up = rows.__getitem__
     found: dict[str, list[float]] = {str(size): [] for size in SIZES}
@@ -170,7 +167,6 @@ def add_verbs(verb: AddVerb) -> None:
     parser.add_argument("--memory", default="64MiB", help="of each process, page cache included")
     parser.add_argument("--rounds", type=count, default=2)
     parser.add_argument("--dir", type=Path, help="where the table lies; default a temporary one")
-    parser.add_argument("--ahead", action="store_true", help="beside a mapping with readahead, too")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
 
 
@@ -187,14 +183,13 @@ def _embedding(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         sizes = [1024] * WARM + [size for size, times in SIZES.items() for _ in range(times)]
         batches = zipf(given.rows, sizes, 7)
         np.save(folder / "ids.npy", np.array(batches, object), allow_pickle=True)
-        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in [*WAYS, *[AHEAD] * given.ahead]}
+        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
         for _ in range(given.rounds):
             for way, done_so_far in runs.items():
                 with memory_group(parse_size(given.memory)) as group:
                     command = [sys.executable, "-m", "bench", "embedding", "--json"]
                     command += ["--memory", given.memory, "--child", f"{way}|{group}|{folder}"]
-                    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-                done_so_far.append(json.loads(done.stdout))
+                    done_so_far.append(answer(command))
     return 0, _told(runs, batches, given, screen)
 
 
@@ -209,12 +204,11 @@ def _told(
         ours = [_p95(one, size) for one in runs["flowkv"]]
         for way, measured in runs.items():
             theirs = [_p95(one, size) for one in measured]
-            ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+            over = sorted(ratios(ours, theirs))
             half = median(median(one["seconds"][size]) for one in measured)
-            result["ways"][f"{way}, {size}"] = {"p50_s": half, "p95_s": theirs, "ratio": ratios}
-            shown = f"{median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+            result["ways"][f"{way}, {size}"] = {"p50_s": half, "p95_s": theirs, "ratio": over}
             times = f"{1e3 * half:.2f} ms", f"{1e3 * median(theirs):.2f} ms"
-            rows.append([way, size, *times, shown])
+            rows.append([way, size, *times, between(over, ".3f")])
     title = f"{given.rows:,} x {WIDTH} float32, Zipf {ZIPF}, in {given.memory}"
     screen.table(["way", "ids", "p50", "p95", "flowkv's p95 over it"], rows, title=title)
     for policy in ("lfu-ttl", "lru"):

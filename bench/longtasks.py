@@ -34,7 +34,9 @@ import torch
 from transformers import DynamicCache
 
 import flowkv
+from bench import figures
 from bench.blend import begun, computed
+from bench.figures import divergence, score
 from bench.real import english, load
 from bench.sparsify import begin, thinned
 from flowkv.cli.arguments import AddVerb
@@ -313,11 +315,6 @@ class Coded(Reader):
                 layer.keys[0, :, :end], layer.values[0, :, :end] = k, v
             return own
         for layer in own.layers:
-            if way.startswith("hqq:"):
-                self.bits[way] = int(way[4:]) + 0.5
-                for side in (layer.keys, layer.values):
-                    side[:, :, :end] = half_quadratic(side[:, :, :end], int(way[4:]))
-                continue
             k, v = (
                 side[0, :, :end].unflatten(1, (-1, self.page)).transpose(0, 1)
                 for side in (layer.keys, layer.values)
@@ -355,15 +352,6 @@ def rounded(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         return (low + step * ((parts - low) / step).round()).flatten(-2)
 
     return by_groups(k.mT).mT, by_groups(v)
-
-
-def half_quadratic(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round K or V `[1, heads, tokens, dim]` as transformers' cache does with HQQ."""
-    from hqq.core.quantize import Quantizer  # pip install hqq
-
-    how = {"axis": 0, "device": "cpu", "compute_dtype": x.dtype, "nbits": bits, "group_size": 64}
-    coded, meta = Quantizer.quantize(x, **how)
-    return Quantizer.dequantize(coded, meta | {"compute_dtype": x.dtype})  # type: ignore[no-any-return]
 
 
 class Sparse(Reader):
@@ -464,10 +452,10 @@ class Followed(NamedTuple):
 
 def followed(found: torch.Tensor, exact: torch.Tensor, ids: torch.Tensor) -> Followed:
     """Return what differs between log-probabilities `[tokens, vocabulary]`, behind `ids`."""
-    kl = (exact.exp() * (exact - found)).sum(-1)
+    kl = divergence(found, exact)
     bands = [kl[a:b].mean().item() for a, b in zip((0, *BANDS), BANDS, strict=False)]
+    nats = score(found[:-1], exact[:-1], ids[1:]).nats
     same = (found.argmax(-1) == exact.argmax(-1)).double().mean().item()
-    nats = -found[:-1].gather(1, ids[1:, None]).mean().item()
     return Followed(bands, kl.mean().item(), same, nats)
 
 
@@ -512,8 +500,7 @@ def learner(given: argparse.Namespace, loaded: Any) -> Callable[[float], tuple[A
 def readers(given: argparse.Namespace, loaded: Any) -> Iterator[Reader]:
     """Yield the readers of the ways that are asked for."""
     asked = given.ways.split(",")
-    sized = {way for way in asked if way.startswith(("kvt:kl=", "hqq:"))}
-    if unknown := set(asked) - set(WAYS) - sized:
+    if unknown := {way for way in asked if not way.startswith("kvt:kl=")} - set(WAYS):
         raise SystemExit(f"unknown ways: {', '.join(sorted(unknown))}; known: {', '.join(WAYS)}")
     if own := [way for way in asked if way not in ("sparsify", "blend")]:
         yield Coded(loaded, given.page, own, learner(given, loaded))
@@ -577,19 +564,8 @@ def measure(
 
 def interval(values: Sequence[float], over: Sequence[float] | None = None) -> str:
     """Return a mean, or the ratio of two, with its interval by bootstrap over prompts."""
-    own = np.array(values)
-    drawn = np.random.default_rng(0).integers(len(own), size=(4000, len(own)))
-    if over is None:
-        centre, some = own.mean(), own[drawn].mean(1)
-    else:
-        base = np.array(over)
-        below = base[drawn].sum(1)
-        centre = own.sum() / max(base.sum(), 1e-12)
-        some = own[drawn].sum(1)[below > 0] / below[below > 0]
-        if not len(some):
-            return "-"
-    low, high = np.percentile(some, (2.5, 97.5))
-    return f"{centre:.3g} [{low:.3g}, {high:.3g}]"
+    found = figures.interval(values, over, 4000)
+    return "{:.3g} [{:.3g}, {:.3g}]".format(*found) if found else "-"
 
 
 def tables(found: Sequence[dict[str, Any]]) -> Iterator[tuple[list[str], list[list[str]]]]:

@@ -9,18 +9,17 @@ so what is stored behind a call's back is in it.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import transformers
 
 import flowkv
+from bench.figures import between, save
 from flowkv.cli.arguments import AddVerb
 from flowkv.report.screen import Screen
 
@@ -202,11 +201,9 @@ def _memo(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             raw[name] = [cell(given.calls, 1 + round_) for round_ in range(given.rounds)]
             row = {"cell": name}
             for figure in raw[name][0]:
-                each = [one[figure] for one in raw[name]]
-                row[figure] = f"{statistics.median(each):.3g} ({min(each):.3g} to {max(each):.3g})"
+                row[figure] = between([one[figure] for one in raw[name]], ".3g")
             rows.append(row)
     figures = [*dict.fromkeys(figure for row in rows for figure in row)]
     screen.table(figures, [[row.get(figure, "-") for figure in figures] for row in rows])
-    if given.out:
-        given.out.write_bytes(msgspec.json.encode(raw))
+    save(given.out, raw)
     return 0, {"cells": rows}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
-import json
 import os
 import random
 import select
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.figures import save
 from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.core.errors import ConfigError
 from flowkv.core.memory import own_memory
@@ -286,8 +286,7 @@ def _mlperf(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     screen.table(["medians", *(BACKENDS[name] for name in backends)], lines, title=title)
     screen.say("Unofficial: this is no submission to MLPerf Storage.")
     found = {**told, "rows": rows}
-    if given.out:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    save(given.out, found)
     return 0, found
 
 

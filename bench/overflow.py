@@ -16,9 +16,7 @@ import contextlib
 import os
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import median
 from typing import Any
 
@@ -26,19 +24,18 @@ import torch
 from transformers import DynamicCache
 
 import flowkv
+from bench.figures import between, ratios, read_rate
 from bench.real import Texts, load
 from flowkv.cache.overflow import MOST_BYTES
 from flowkv.cli.arguments import AddVerb, count
 from flowkv.core.config import format_size, parse_size
 from flowkv.core.geometry import LayerGroup, page_layout
-from flowkv.core.memory import own_memory
 from flowkv.report.screen import Screen
 from flowkv.sim.hardware import HARDWARE, MODELS, Hardware, Shape
 from flowkv.testing import Faults, FlakyTier
 from flowkv.tiers.host import HostTier
 
 WAYS = ("all on the device", "host, emulated link", "disk")
-_PIECE_BYTES, _AT_ONCE = 1 << 20, 4
 
 
 class Answer:
@@ -76,31 +73,6 @@ class Answer:
         return {"wall_s": median(wall), "cpu_s": median(cpu), "n_bytes": read / number}
 
 
-def disk_rate(folder: Path) -> float:
-    """Bytes a second of a directory's files, read past the page cache in pieces, four at a time."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    path = max(files, key=lambda one: one.stat().st_size)
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-    pieces = range(0, path.stat().st_size // _PIECE_BYTES * _PIECE_BYTES, _PIECE_BYTES)
-
-    memory, free = own_memory(_AT_ONCE * _PIECE_BYTES), SimpleQueue[memoryview]()
-    for at in range(0, len(memory), _PIECE_BYTES):
-        free.put(memory[at : at + _PIECE_BYTES])
-
-    def read(first: int) -> int:
-        buffer = free.get()
-        try:
-            return os.preadv(descriptor, [buffer], first)
-        finally:
-            free.put(buffer)
-
-    began_s = time.perf_counter()
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        n_bytes = sum(pool.map(read, pieces))
-    os.close(descriptor)
-    return n_bytes / (time.perf_counter() - began_s)
-
-
 def add_verbs(verb: AddVerb) -> None:
     """Adds the verb."""
     parser = verb("overflow", _overflow, "decode over contexts longer than the device pool")
@@ -135,19 +107,18 @@ def _overflow(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         rate, common = float(parse_size(given.rate)), dict(page_size=given.page_size)
         small = common | dict(overflow=True)
         link = FlakyTier(HostTier(8 << 30), 0, Faults(bytes_per_s=rate))
-        ways = dict(
-            zip(
-                WAYS,
-                (
-                    Answer(given, prompt, gpu=round(4 * given.times * pool), **common),
-                    Answer(given, prompt, tiers=[f"gpu:{pool}B", link], host=None, **small),
-                    Answer(given, prompt, gpu=pool, disk=str(folder), **small),
-                ),
-                strict=True,
-            )
+        answers = (
+            Answer(given, prompt, gpu=round(4 * given.times * pool), **common),
+            Answer(given, prompt, tiers=[f"gpu:{pool}B", link], host=None, **small),
+            Answer(given, prompt, gpu=pool, disk=str(folder), **small),
         )
+        ways = dict(zip(WAYS, answers, strict=True))
         turns = [{w: one.steps(given.steps) for w, one in ways.items()} for _ in range(given.turns)]
-        rates = {WAYS[1]: rate, WAYS[2]: disk_rate(folder)}
+        files = (path for path in folder.rglob("*") if path.is_file())
+        rates = {
+            WAYS[1]: rate,
+            WAYS[2]: read_rate(max(files, key=lambda one: one.stat().st_size)),
+        }
         result = _told(turns, rates, ways, given, screen)
         screen.say(f"pool {format_size(pool)}, {given.tokens:,} tokens of {given.model}")
         for one in ways.values():
@@ -172,11 +143,11 @@ def _told(
         if way in rates:
             n_bytes = median(turn[way]["n_bytes"] for turn in turns)
             bounds = [max(t[WAYS[0]]["wall_s"], t[way]["n_bytes"] / rates[way]) for t in turns]
-            over = sorted(s / bound for s, bound in zip(seconds, bounds, strict=True))
+            over = sorted(ratios(seconds, bounds))
             result["over_bound"][way] = over
             line += [f"{n_bytes / 1e6:.1f} MB", f"{rates[way] / 1e9:.2f} GB/s"]
             line += [f"{1e3 * median(bounds):.1f} ms"]
-            line += [f"{median(over):.2f} ({over[0]:.2f} to {over[-1]:.2f})"]
+            line += [between(over)]
         rows.append(line + [""] * (7 - len(line)))
     head = ["way", "a step", "CPU time", "read", "rate", "bound", "step over bound"]
     title = f"{given.times:g} times the pool, {given.codec}, load {os.getloadavg()[0]:.1f}"
@@ -255,19 +226,8 @@ def _simulate(screen: Screen) -> list[dict[str, Any]]:
             for codec in ("raw", "kv8", "kv4c"):
                 line = [model, f"{tokens:,}", codec]
                 for link, rate in LINKS.items():
-                    told = [
-                        simulated_step(
-                            MODELS[model],
-                            HARDWARE["h100"],
-                            weight_bytes,
-                            tokens,
-                            codec,
-                            rate,
-                            each_s,
-                        )
-                        for each_s in STRIPE_S
-                    ]
-                    (step_s, bound_s), (slow_s, _) = told
+                    of = MODELS[model], HARDWARE["h100"], weight_bytes, tokens, codec, rate
+                    (step_s, bound_s), (slow_s, _) = (simulated_step(*of, s) for s in STRIPE_S)
                     line.append(f"{1 / step_s:.3g} ({step_s / bound_s:.2f}; {1 / slow_s:.3g})")
                     one = dict(model=model, tokens=tokens, codec=codec, link=link, bound_s=bound_s)
                     found.append(one | dict(step_s=step_s, with_host_s=slow_s))

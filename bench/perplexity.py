@@ -30,7 +30,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +38,7 @@ from transformers import DynamicCache, QuantizedCache
 from transformers.cache_utils import Cache, QuantizedLayer
 
 import flowkv
+from bench.figures import percent_more
 from flowkv.core.errors import ConfigError
 from flowkv.hooks.huggingface.load import DTYPES, load
 from flowkv.kvt.codec import PageCoder
@@ -278,16 +278,12 @@ def rows(read: Sequence[dict[str, Any]], bits: int) -> Iterator[dict[str, Any]]:
             (mine[0] - its[0]) / one["tokens"]
             for mine, its, one in zip(found, exact, read, strict=True)
         ]
-        ends = [0.0]  # of a single context nothing is known about others
-        if len(more) > 1:
-            error = 2 * stdev(more) / math.sqrt(len(more))
-            ends = [-error, 0.0, error]
-        percent = [100 * math.expm1(mean(more) + end) for end in ends]
+        percent = [*percent_more(more, errors=2.0)]
         row = {
             "what": f"quality, {name}",
             "tokens": tokens,
             "perplexity": math.exp(sum(nats for nats, _, _ in found) / tokens),
-            "more_percent": percent if len(more) > 1 else percent[0],
+            "more_percent": percent if len(more) > 1 else percent[1],
             "agreement_percent": 100 * sum(agreed for _, agreed, _ in found) / tokens,
             "bits": bits * sum(size for *_, size in found) / sum(size for *_, size in exact),
         }

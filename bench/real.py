@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import mmap
 import os
 import platform
 import subprocess
@@ -21,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -31,6 +29,7 @@ from typing import Any
 import torch
 
 import flowkv
+from bench.figures import answer, ratios, read_rate, save, shown, spread
 from bench.serve.baselines import Batched
 from bench.serve.models import twin
 from bench.serve.workload import Ask
@@ -103,21 +102,8 @@ def _real(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             "load": spread([before, *os.getloadavg()[:2]]),
         }
         measured += rows
-        if given.out:
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(given.out, result)
     return int(not all(row.get("identical", True) for row in measured)), result
-
-
-def shown(value: object) -> str:
-    """A figure, or the middle one of three and its ends."""
-    if isinstance(value, list):
-        return f"{value[1]:.4g} ({value[0]:.4g} to {value[2]:.4g})"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def spread(values: Sequence[float]) -> list[float]:
-    """The least, the median and the most."""
-    return [min(values), median(values), max(values)]
 
 
 def english() -> str:
@@ -192,7 +178,7 @@ class Pair:
             "identical": all(a.answers == b.answers for a, b in pairs),
             "plain_ms": spread([1e3 * s for s in alone]),
             "attached_ms": spread([1e3 * s for s in served]),
-            "ratio": spread([a / b for a, b in zip(alone, served, strict=True)]),
+            "ratio": spread(ratios(alone, served)),
         }
 
     def lengths(self, of: Sequence[int]) -> list[int]:
@@ -287,10 +273,7 @@ def _child(given: argparse.Namespace, part: str, folder: str, **environment: str
             command += [f"--{name}", str(getattr(given, name))]
     for path in given.basis:
         command += ["--basis", str(path)]
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True, text=True
-    )
-    return json.loads(done.stdout)
+    return answer(command, **environment)
 
 
 def first(given: argparse.Namespace) -> Iterator[Row]:
@@ -404,28 +387,16 @@ def _restored(given: argparse.Namespace, place: str) -> Row:
 
 
 def _disk_rate(folder: Path, n_bytes: float) -> float:
-    """Bytes per second of direct reads of 1 MiB, 4 at once, from a file of that many bytes."""
+    """Bytes per second of direct reads from a file of that many bytes."""
     block, path = 1 << 20, folder / "rate"
-    blocks = max(1, int(n_bytes) // block)
     with path.open("wb") as file:
-        for _ in range(blocks):
+        for _ in range(max(1, int(n_bytes) // block)):
             file.write(os.urandom(block))
         file.flush()
         os.fsync(file.fileno())
-    direct = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
     try:
-        room = [mmap.mmap(-1, block) for _ in range(4)]
-
-        def read(lane: int) -> None:
-            for number in range(lane, blocks, 4):
-                os.preadv(direct, [room[lane]], number * block)
-
-        start = time.perf_counter()
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(read, range(4)))
-        return blocks * block / (time.perf_counter() - start)
+        return read_rate(path)
     finally:
-        os.close(direct)
         path.unlink()
 
 

@@ -18,15 +18,15 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 
 import flowkv
+from bench.figures import Score, percent_more, score
 from bench.perplexity import contexts
 from bench.real import english, load
 from flowkv.cli.arguments import AddVerb, names
@@ -65,20 +65,6 @@ class Pressed(NamedTuple):
     share: float
     name: str
     press: Any
-
-
-class Score(NamedTuple):
-    """One task of one context.
-
-    Attributes:
-        nats: Mean of the scored tokens.
-        agreement: Share of them where the likeliest token is that of the whole prompt.
-        kl: Mean Kullback-Leibler divergence from the whole prompt's predictions, in nats.
-    """
-
-    nats: float
-    agreement: float
-    kl: float
 
 
 def add_verbs(verb: AddVerb) -> None:
@@ -193,10 +179,7 @@ def scores(
             ]
             found = torch.cat(parts)[first - 1 :].float().log_softmax(-1)
             whole = exact.setdefault(task, found)
-            nats = cross_entropy(found, given[first:]).item()
-            same = (found.argmax(-1) == whole.argmax(-1)).double().mean().item()
-            kl = (whole.exp() * (whole - found)).sum(-1).mean().item()
-            yield (*named(rule), task), Score(nats, same, kl)
+            yield (*named(rule), task), score(found, whole, given[first:])
             twin.close()
     cache.close()
 
@@ -253,8 +236,7 @@ def rows(
             more = [
                 a.nats - one[1.0, "whole", task].nats for a, one in zip(mine, read, strict=True)
             ]
-            error = 1.96 * stdev(more) / math.sqrt(len(more)) if len(more) > 1 else 0.0
-            low, middle, high = (100 * math.expm1(mean(more) + e) for e in (-error, 0.0, error))
+            low, middle, high = percent_more(more)
             if rule == "whole":
                 row[task] = f"ppl {math.exp(mean(score.nats for score in mine)):.2f}"
             else:

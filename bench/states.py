@@ -8,12 +8,12 @@ figures are simulated.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.figures import save
 from bench.policy.ground import PUBLIC
 from flowkv.cli.arguments import AddVerb
 from flowkv.policy.states import STATE_RULES
@@ -88,8 +88,7 @@ def _states(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
                 for row in found
             ]
             screen.table(head, lines, title=f"{found[0]['trace']}, {model} (simulated)")
-    if given.out:
-        given.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    save(given.out, {"rows": rows})
     return 0, {"rows": rows}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -28,11 +27,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import flowkv
 from bench.embedding import memory_group
+from bench.figures import answer, between
 from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.core.config import parse_size
 from flowkv.hooks.huggingface.load import DTYPES, load
 from flowkv.report.screen import Screen
-from flowkv.tensors.checkpoint import Checkpoint
 
 WAYS = ("flowkv", "accelerate", "mapping", "whole")
 PREFILL, STEPS = 256, 6
@@ -52,18 +51,6 @@ def _saved(given: argparse.Namespace, folder: Path) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def throttle(rate: int) -> None:
-    """From now on, weights come at no more than so many bytes a second."""
-    fill = Checkpoint.fill
-
-    def slowly(self: Checkpoint, target: Any, layout: Any, tensors: Any) -> None:
-        until_s = time.perf_counter() + layout.read_bytes / rate
-        fill(self, target, layout, tensors)
-        time.sleep(max(0.0, until_s - time.perf_counter()))
-
-    Checkpoint.fill = slowly  # type: ignore[method-assign]
-
-
 def child(given: argparse.Namespace) -> dict[str, Any]:
     """One way, in its cgroup: seconds to the first token, of each step, and of a prefill."""
     from accelerate import (  # type: ignore[import-untyped]
@@ -77,8 +64,6 @@ def child(given: argparse.Namespace) -> dict[str, Any]:
     way, group, folder, budget = given.child.split("|")
     config, dtype = AutoConfig.from_pretrained(folder), DTYPES[given.dtype]
     torch.set_num_threads(given.threads)
-    if given.link:
-        throttle(parse_size(given.link))
     torch.nn.functional.scaled_dot_product_attention(*torch.rand(3, 1, 1, 4, 8))
     (path,) = Path(folder).glob("*.safetensors")
     descriptor = os.open(path, os.O_RDONLY)
@@ -138,7 +123,6 @@ def add_verbs(verb: AddVerb) -> None:
     parser.add_argument("--threads", type=count, default=2)
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--slack", default="256MiB", help="memory for all but weights")
-    parser.add_argument("--link", default="", help="bytes a second of an emulated link, of flowkv")
     parser.add_argument("--ways", type=names, default=list(WAYS), help=f"of {','.join(WAYS)}")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
 
@@ -173,14 +157,12 @@ def _measured(
 ) -> dict[str, Any]:
     with memory_group(budget_bytes + parse_size(given.slack)) as group:
         command = [sys.executable, "-m", "bench", "weights", "--json", "--dtype", given.dtype]
-        command += ["--threads", str(given.threads), "--link", given.link]
+        command += ["--threads", str(given.threads)]
         command += ["--child", f"{way}|{group}|{folder}|{budget_bytes}"]
-        done = subprocess.run(
-            command, check=False, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-    if done.returncode:  # it did not fit, or could not be served
-        return {"failed": done.returncode}
-    found: dict[str, Any] = json.loads(done.stdout)
+        try:
+            found: dict[str, Any] = answer(command)
+        except subprocess.CalledProcessError as error:  # it did not fit, or could not be served
+            found = {"failed": error.returncode}
     return found
 
 
@@ -195,7 +177,6 @@ def _rows(
             rows.append([budget, way, "failed", *[""] * 6])
             continue
         steps = [median(one["steps"]) for one in good]
-        ratios = sorted(a / b for a, b in zip(steps, ours, strict=False))
         read, waited = (
             median(one.get(k, 0.0) for one in good) for k in ("read_bytes", "blocked_s")
         )
@@ -205,7 +186,7 @@ def _rows(
         rows.append(
             [
                 *(budget, way, f"{1e3 * median(steps):.0f} ms"),
-                f"{median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+                between([a / b for a, b in zip(steps, ours, strict=False)]),
                 f"{prefill_s:.2f} s",
                 f"{median(one['first_s'] for one in good):.2f} s",
                 f"{read / least:.3f}" if read else "",

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.real import shown, spread
+from bench.figures import ratios, save, shown, spread
 from flowkv.cli.arguments import AddVerb, count, names
 from flowkv.core.errors import ConfigError
 from flowkv.report.screen import Screen
@@ -62,8 +62,7 @@ def _engines(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
             rows = result["parts"][part] = list(PARTS[part](given, Path(folder)))
         for row in rows:
             screen.say("  ".join(f"{name} {shown(value)}" for name, value in row.items()))
-        if given.out:
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(given.out, result)
     measured = [row for part in given.parts for row in result["parts"][part]]
     return int(any(row.get("wrong", 0) for row in measured)), result
 
@@ -259,7 +258,7 @@ def lossless(given: argparse.Namespace, folder: Path) -> Iterator[Row]:
             if name == "flowkv":
                 bad = max(bad, wrong(answers, plain[name]))
     share = size_of(places["flowkv"]) / size_of(places["fs"])
-    slower = [a / b for a, b in zip(took["flowkv"], took["fs"], strict=True)]
+    slower = ratios(took["flowkv"], took["fs"])
     yield {"what": "bytes on disk, bf16, lossless / fs", "goal": "<= .8", "figure": share}
     yield {
         "what": "its TTFT restored / fs",
@@ -466,11 +465,10 @@ def replicas(given: argparse.Namespace, folder: Path) -> Iterator[Row]:
                 else:
                     said = told(router, "-", seed)
                 ms[router].append(1000 * said["ttft_s"])
-        times = [a / b for a, b in zip(ms["round"], ms["prefix"], strict=True)]
         yield {
             "what": f"two replicas on Ray, {name}: mean TTFT round robin / prefix affinity",
             "goal": "",
-            "figure": spread(times),
+            "figure": spread(ratios(ms["round"], ms["prefix"])),
             "round robin ms": spread(ms["round"]),
             "affinity ms": spread(ms["prefix"]),
         }
