@@ -268,7 +268,7 @@ class Exported(NamedTuple):
     """Counts of frames written to a file.
 
     Attributes:
-        frames: Pages and states written.
+        frames: Pages, tails and states written.
         n_bytes: Length of the file.
         missing: Known blocks that could not be read any more.
     """
@@ -282,11 +282,11 @@ class Loaded(NamedTuple):
     """Counts of frames read from a file.
 
     Attributes:
-        frames: Pages and states loaded.
+        frames: Pages, tails and states loaded.
         known: Frames that were known before.
         foreign: Refused frames of another model, geometry, page size or codec.
         damaged: Refused frames that differ from the written ones.
-        no_room: Frames that neither the device nor a tier had room for.
+        no_room: Frames that neither the device nor a tier had room for; tails without a lasting tier.
     """
 
     frames: int
@@ -399,12 +399,17 @@ def _known(store: PageStore, header: Header) -> bool:
 
 def _place(store: PageStore, header: Header, body: memoryview) -> bool:
     """Publish a frame's block and place its body; return False if there is no room now."""
-    info = header.info
+    info, lasting = header.info, store.stack.admission.writes_to()
+    tail = info.kind == "state" and info.layout != LAYOUT
+    if tail and lasting < 0:
+        return False
     store.stack.supersede(store.index.find(header.key))
     block = store.index.get_or_create(header.key, info.parent, info.group, info.kind)
     block.tenant, block.namespace, block.fidelity = info.tenant, info.namespace, info.fidelity
     if info.kind != "page":
-        block.tail = info.tokens
+        block.tail, block.n_bytes = info.tokens, len(body)
+        if tail:
+            return store.writes.store_tail(block, lasting, info, body)
         return store.writes.store_state(block, info, bytes(body))
     pool, layout = store.pool(info.group), store.forms[info.group].layouts[info.codec]
     for page in store.allocator.free(info.group, 1, info.codec):
@@ -426,9 +431,9 @@ def _readable(store: PageStore, header: Header, n_bytes: int) -> bool:
     info = header.info
     if info.fidelity > store.stack.fidelity:
         return False
-    if info.kind == "state":
-        return info.layout == LAYOUT and header.body_bytes <= n_bytes
-    if info.kind != "page" or info.group >= len(store.forms):
+    if info.kind == "state" and info.layout == LAYOUT:
+        return header.body_bytes <= n_bytes
+    if info.kind not in ("page", "state") or info.group >= len(store.forms):
         return False
     layout = store.forms[info.group].layouts.get(info.codec)
     fits = layout is not None and layout.fingerprint() == info.layout

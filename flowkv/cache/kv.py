@@ -1153,7 +1153,8 @@ class KV:
     ) -> Exported:
         """Write the cached pages of prompts to one file, for `load` in another process.
 
-        Pages are written as stored, in their codec, with the states of recurrent layers.
+        Pages are written as stored, in their codec, with stored tails and the states of recurrent
+        layers.
         Frames are checked, encrypted and compressed as on a disk tier. The file appears whole or
         not at all. Other threads can use the cache meanwhile.
 
@@ -1176,6 +1177,9 @@ class KV:
         for prompt in () if tokens is None else _prompts(tokens):
             with self._probe(prompt, tenant, salts) as seq:
                 known = [*self.restorer.known_blocks(seq), *self.snapshots.known_states(seq)]
+                planner, end = self.planner, len(seq.tokens)
+                for stop in {end, max(0, end - 1)}:  # the last token of a prompt must run
+                    known += planner.tails.stored(seq, stop // planner.page_size, stop)
                 blocks |= {id(block): block for block in known}
         envelope = make_envelope(self.config)
         return export.write(store, self.lock, path, envelope, blocks.values())

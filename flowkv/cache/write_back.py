@@ -222,24 +222,29 @@ class WriteBack:
         """Return the number of pages that wait to be written, or are on their way."""
         return self._stack.mover.storing + len(self._stack.unwritten)
 
-    def store_tail(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
-        """Write a tail to a persistent tier: now, or once its weights are proven; see `confirm`."""
+    def store_tail(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> bool:
+        """Write a tail to a persistent tier: now, or once its weights are proven; see `confirm`.
+
+        Return False if the tier refuses it.
+        """
         provisional = self._stack.provisional
         provisional.add(block)
         if block not in provisional:
-            self._store_or_miss(block, number, info, body)
-            return
+            return self._store_or_miss(block, number, info, body)
         provisional.tails[block] = info, body
         if len(provisional.tails) > _MOST_TAILS:
             oldest = next(iter(provisional.tails))
             self._stack.miss_out(number)
             self._stack.delete(oldest)
             self._stack.dismiss(oldest)
+        return True
 
-    def _store_or_miss(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> None:
-        if self._stack.store([(block, info, body)], number):
+    def _store_or_miss(self, block: Block, number: int, info: FrameInfo, body: memoryview) -> bool:
+        refused = self._stack.store([(block, info, body)], number)
+        if refused:
             self._stack.miss_out(number)
         self._stack.settle(block)
+        return not refused
 
     def store_state(self, block: Block, info: FrameInfo, body: bytes) -> bool:
         """Store a state on the nearest tier and the first persistent one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -185,6 +186,27 @@ def test_a_stored_tail_is_erased_with_its_prompt_its_tenant_and_all() -> None:
         with make_kv(simple(), tiers=[tier]) as kv:
             kv.forget(**({"tenant": "eve"} | ask))
             assert not tier.frames and kv.open(PROMPT, tenant="eve").reused == 0
+
+
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("tokens", [None, PROMPT], ids=["all", "prompt"])
+def test_stored_tails_are_exported_and_loaded(tmp_path: Path, tokens: Any, proven: bool) -> None:
+    with make_kv(simple(), tiers=[stored()]) as kv:
+        done = kv.export(tmp_path / "warm.kv", tokens)
+    with make_kv(simple(), tiers=[kept()]) as kv:
+        stack = kv.planner.store.stack
+        stack.provisional.active = not proven
+        assert kv.load(tmp_path / "warm.kv") == (done.frames, 0, 0, 0, 0)
+        stack.provisional.begin()
+        kv.planner.store.writes.confirm()
+        assert kv.flush() and kv.open(PROMPT).reused == len(PROMPT) - 1
+        audit(kv)
+    with make_kv(simple()) as kv:  # no tier keeps them
+        ends = done.frames - len(PROMPT) // PAGE
+        assert ends > 0 and kv.load(tmp_path / "warm.kv") == (done.frames - ends, 0, 0, 0, ends)
+    for other in (simple(page_size=2 * PAGE), simple(layers=3)):
+        with make_kv(other, tiers=[kept()]) as kv:
+            assert kv.load(tmp_path / "warm.kv").foreign == done.frames
 
 
 def test_stored_tails_are_of_one_tenant_and_of_the_same_images() -> None:
