@@ -221,7 +221,7 @@ class Walk:
     def digest(self) -> str:
         """Return the hex digest of all leaves."""
         # Earlier ones named pages that were computed wrongly (SECURITY.md, advisories).
-        state = hashlib.sha256(b"flowkv.computation/6")
+        state = hashlib.sha256(b"flowkv.computation/7")
         for path, text in sorted(self.leaves.items()):
             line = f"{path}\0{text}".encode("utf-8", "surrogatepass")
             state.update(len(line).to_bytes(4, "little") + line)
@@ -954,8 +954,8 @@ class Walk:
                 self._reject(f"torch.Tensor.{name}", "patched")
             self._watch_names(torch.Tensor, [name])
         kinds = {tensor.device.type.upper() for tensor in self.tensors.values()}
-        native = [name for name, key in _native() if key in kinds]  # whose number stays the same
-        self._watch(lambda: [*map(_dump, native)])
+        if native := [name for name, key in _native() if key in kinds]:
+            self._watch(lambda: [*map(_dump, native)])  # another override leaves their number as is
         overrides = _overrides()
         if overrides:
             self._reject(
@@ -1022,7 +1022,8 @@ def _overrides() -> set[str]:
     for override in [*torch.library._impls]:
         library, name, key = override.split("/")
         if library == "aten" and key != "Meta":
-            files = re.findall(rf"^{key}(?: \(inactive\))?: registered at (.*):\d", _dump(name), re.M)
+            at = rf"^{key}(?: \(inactive\))?: registered at (.*):\d"
+            files = re.findall(at, _dump(name), re.M)
             if not all(file.startswith(_TORCH) or file.endswith(_IN_C) for file in files):
                 _SEEN.add(override)
     return _SEEN

@@ -369,10 +369,9 @@ def overridden(name: str, function: Callable[[float], Any], *, torchs: bool = Fa
         while OVERRIDES:
             OVERRIDES.pop()._destroy()
         if torchs:
-            code = f"library.impl({name!r}, function, 'CPU')"
-            library = torch.library.Library("aten", "IMPL")
-            exec(compile(code, torch.library.__file__, "exec"), {**locals(), "function": function(1.0)})
-            OVERRIDES.append(library)
+            OVERRIDES.append(torch.library.Library("aten", "IMPL"))
+            code = compile("impl(name, function, 'CPU')", torch.library.__file__, "exec")
+            exec(code, {"impl": OVERRIDES[0].impl, "name": name, "function": function(1.0)})
         if value != 1.0:
             OVERRIDES.append(torch.library.Library("aten", "IMPL"))
             OVERRIDES[-1].impl(name, function(value), "CPU")
