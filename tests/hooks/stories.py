@@ -426,13 +426,8 @@ class Causal(Asked):
         return found
 
     def _batch(self, prompts: list[torch.Tensor]) -> list[Answer]:
-        most = max(ids.shape[1] for ids in prompts)
-        pads = [most - ids.shape[1] for ids in prompts]
-        rows = [torch.nn.functional.pad(ids, (n, 0)) for ids, n in zip(prompts, pads, strict=True)]
-        ids = torch.cat(rows)
-        mask = (torch.arange(most) >= torch.tensor(pads)[:, None]).long()
-        run = generate(self.model, NEW, input_ids=ids, attention_mask=mask)
-        return self._answers(run, ids)
+        given = models.padded(*prompts)
+        return self._answers(generate(self.model, NEW, **given), given["input_ids"])
 
     def _answers(self, run: Any, ids: torch.Tensor) -> list[Answer]:
         logits = torch.stack(run.logits)  # [steps, rows, vocabulary]

@@ -14,7 +14,7 @@ import flowkv
 from tests.inside import PagedCache
 
 from . import matrix, models
-from .compare import assert_same, attached, generate, reused
+from .compare import assert_same, attached, generate, reused, turns
 
 pytestmark = pytest.mark.skipif(models.OLD, reason="another cache")
 LAYER = 3
@@ -44,21 +44,15 @@ def image(length: int, seed: int, *, masked: bool = True) -> dict[str, torch.Ten
 
 
 def test_texts_are_served(model: Any) -> None:
-    prompt = models.prompt(70)
-    first = generate(model, 8, input_ids=prompt)
-    longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
-    second, beams = (
-        generate(model, 8, input_ids=longer),
-        generate(model, 8, input_ids=prompt, num_beams=3),
-    )
+    prompt, first, longer, second = turns(model, 8)
+    beams = generate(model, 8, input_ids=prompt, num_beams=3)
     with attached(model) as kv:
         assert_same(generate(model, 8, input_ids=prompt), first)
         for _ in range(2):
             assert_same(generate(model, 8, input_ids=longer), second)
         assert reused(kv) == 77 + 92
-        assert torch.equal(
-            generate(model, 8, input_ids=prompt, num_beams=3).sequences, beams.sequences
-        )
+        again = generate(model, 8, input_ids=prompt, num_beams=3)
+        assert torch.equal(again.sequences, beams.sequences)
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,19 @@ from flowkv import Engine
 from tests.inside import PagedCache, door_of
 
 from . import models
-from .compare import assert_same, attached, generate, reused
+from .compare import assert_same, attached, filled, generate, reused, turns
 from .test_engine_rows import opened
-from .test_indexed import KNOWN, NEW, answer, filled, ragged, turns
+from .test_indexed import (
+    KNOWN,
+    NEW,
+    Frames,
+    answer,
+    flipped,
+    missing,
+    of_another_prompt,
+    pickled,
+    ragged,
+)
 from .test_restore import restoring, stored
 
 NAME = "deepseek_v4"
@@ -36,7 +45,7 @@ def pair() -> dict[str, torch.Tensor]:
 
 def test_two_turns_of_a_chat_and_batches() -> None:
     model = models.causal(NAME)
-    prompt, first, longer, second = turns(model)
+    prompt, first, longer, second = turns(model, NEW)
     batch, even = generate(model, NEW, **ragged()), generate(model, NEW, **pair())
     assert len(set(first.sequences[0, 70:].tolist())) > 2, "the model says one thing: no test"
     with attached(model) as kv:
@@ -75,7 +84,7 @@ def test_blocks_under_way_go_on(length: int) -> None:
 @pytest.mark.usefixtures("all_is_loaded")
 def test_a_restart(tmp_path: Path) -> None:
     model = models.causal(NAME)
-    prompt, first, longer, second = turns(model)
+    prompt, first, longer, second = turns(model, NEW)
     with attached(model, disk=f"{tmp_path}/kv:64MiB"):
         assert_same(generate(model, NEW, input_ids=prompt), first)
     with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
@@ -132,10 +141,6 @@ def test_rows_of_an_engine() -> None:
     assert_same(generate(model, 2, input_ids=text), again)
 
 
-def _pickled(cache: Any) -> Any:
-    return pickle.loads(pickle.dumps(cache))
-
-
 def _repeated(cache: Any) -> Any:
     cache.batch_repeat_interleave(1)
     return cache
@@ -151,7 +156,7 @@ def _edited_state(cache: Any) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("change", [copy.deepcopy, _pickled, _repeated, _edited, _edited_state])
+@pytest.mark.parametrize("change", [copy.deepcopy, pickled, _repeated, _edited, _edited_state])
 def test_a_cache_that_is_copied_or_changed(change: Any) -> None:
     model, prompt, more = models.causal(NAME), models.prompt(60), models.prompt(9, seed=5)
     theirs = answer(model, change(filled(model, prompt)), more)
@@ -170,25 +175,9 @@ def test_a_cache_that_is_copied_or_changed(change: Any) -> None:
 
 # Faults: states that are not those of the pages beside them.
 
-Frames = dict[bytes, Any]
-
 
 def states(frames: Frames) -> list[bytes]:
     return [key for key, (header, _) in frames.items() if header.info.kind == "state"]
-
-
-def missing(frames: Frames, key: bytes, other: Frames, there: bytes) -> None:
-    del frames[key]
-
-
-def of_another_prompt(frames: Frames, key: bytes, other: Frames, there: bytes) -> None:
-    frames[key] = other[there]
-
-
-def flipped(frames: Frames, key: bytes, other: Frames, there: bytes) -> None:
-    header, body = frames[key]
-    at = len(body) // 2
-    frames[key] = header, body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
 
 
 @pytest.mark.usefixtures("all_is_loaded")

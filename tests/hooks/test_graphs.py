@@ -31,16 +31,6 @@ from tests.inside import GraphedForward, Later, graphs, shape_of
 PROMPT = models.prompt(20)
 
 
-def padded(*lengths: int) -> dict[str, torch.Tensor]:
-    """Prompts of these lengths, left-padded."""
-    width = max(lengths)
-    ids, mask = torch.zeros(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width)
-    for row, length in enumerate(lengths):
-        ids[row, width - length :] = models.prompt(length, seed=row)[0]
-        mask[row, width - length :] = 1
-    return dict(input_ids=ids, attention_mask=mask.long())
-
-
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Where models run: on a CPU, where recordings stand in for graphs, and on a GPU."""
@@ -69,7 +59,7 @@ def counts(kv: flowkv.KV) -> tuple[int, int]:
 
 WAYS: dict[str, dict[str, Any]] = {
     "one": dict(input_ids=PROMPT),
-    "batch": padded(20, 9, 14),
+    "batch": models.padded(*(models.prompt(n, seed) for seed, n in enumerate((20, 9, 14)))),
     "beams": dict(input_ids=PROMPT, num_beams=3),
 }
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import flowkv
 from flowkv.testing import MemoryTier
 from tests.inside import INDEXERS, PagedCache, door_of
 
 from . import models
-from .compare import assert_same, attached, generate, reused
+from .compare import assert_same, attached, filled, generate, reused, turns
 from .test_restore import Slow, on, restoring, some
 
 BY_COLUMN = "minimax_m3_vl_text"
@@ -35,26 +34,15 @@ pytestmark = [
 ]
 
 
-def turns(model: Any, **options: Any) -> tuple[Any, Any, Any, Any]:
-    """Prompt and answer of two turns of a chat."""
-    prompt = models.prompt(70)
-    first = generate(model, NEW, input_ids=prompt, **options)
-    longer = torch.cat([first.sequences, models.prompt(15, seed=2)], 1)
-    return prompt, first, longer, generate(model, NEW, input_ids=longer, **options)
-
-
 def ragged() -> dict[str, torch.Tensor]:
     ids = torch.cat([models.prompt(50, seed=seed) for seed in (1, 2, 3)])
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate((0, 9, 21)):
-        ids[row, :pad], mask[row, :pad] = 0, 0
-    return dict(input_ids=ids, attention_mask=mask)
+    return models.pad_rows(ids, 0, 9, 21)
 
 
 @pytest.mark.parametrize("name", models.INDEXED)
 def test_two_turns_of_a_chat_and_a_ragged_batch(name: str) -> None:
     model = models.causal(name)
-    prompt, first, longer, second = turns(model)
+    prompt, first, longer, second = turns(model, NEW)
     inputs = ragged()
     batch = generate(model, NEW, **inputs)
     assert len(set(first.sequences[0, 70:].tolist())) > 2, "the model says one thing: no test"
@@ -79,7 +67,7 @@ def test_two_turns_of_a_chat_and_a_ragged_batch(name: str) -> None:
 @pytest.mark.parametrize("name", models.INDEXED)
 def test_a_restart(name: str, tmp_path: Path) -> None:
     model = models.causal(name)
-    prompt, first, longer, second = turns(model)
+    prompt, first, longer, second = turns(model, NEW)
     with attached(model, disk=f"{tmp_path}/kv:64MiB"):
         assert_same(generate(model, NEW, input_ids=prompt), first)
     with attached(model, disk=f"{tmp_path}/kv:64MiB") as kv:
@@ -240,12 +228,6 @@ def test_beams_and_a_taken_back_draft(name: str) -> None:
             assert reused(kv) > 0
 
 
-def filled(model: Any, prompt: torch.Tensor) -> Any:
-    with torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        return model(prompt, past_key_values=cache, logits_to_keep=1).past_key_values
-
-
 def answer(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(ids, past_key_values=cache).logits
@@ -266,7 +248,7 @@ def _edited_behind_autograd(cache: Any) -> Any:
     return cache
 
 
-def _pickled(cache: Any) -> Any:
+def pickled(cache: Any) -> Any:
     return pickle.loads(pickle.dumps(cache))
 
 
@@ -280,7 +262,7 @@ def _cut(cache: Any) -> Any:
     return cache
 
 
-CHANGES = [copy.deepcopy, _pickled, _edited, _edited_behind_autograd, _one_layer_cut, _cut]
+CHANGES = [copy.deepcopy, pickled, _edited, _edited_behind_autograd, _one_layer_cut, _cut]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
@@ -301,7 +283,7 @@ def test_a_cache_that_is_copied_or_changed(change: Any) -> None:
 @pytest.mark.parametrize("name", FEW)
 def test_a_cache_made_beforehand(name: str) -> None:
     model = models.causal(name)
-    prompt, _, longer, second = turns(model)
+    prompt, _, longer, second = turns(model, NEW)
     with attached(model) as kv:
         generate(model, NEW, input_ids=prompt)
         cache = kv.cache(input_ids=longer)

@@ -30,10 +30,7 @@ def source_text(length: int, skip: int = 0) -> torch.Tensor:
 
 def padded() -> dict[str, torch.Tensor]:
     ids = torch.cat([source_text(90, skip) for skip in (0, 1000, 3000)])
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate((41, 0, 7)):
-        ids[row, :pad], mask[row, :pad] = 0, 0
-    return dict(input_ids=ids, attention_mask=mask)
+    return models.pad_rows(ids, 41, 0, 7)
 
 
 MODES: dict[str, dict[str, Any]] = {

@@ -56,15 +56,11 @@ class TestAnswers:
             assert (kv.planner.overflow.read_bytes > 0) == (name != "mistral")
 
     def test_of_padded_batches(self, text: torch.Tensor) -> None:
-        model = load_tiny()
-        rows, mask = text[0, :1800].view(3, 600).clone(), torch.ones(3, 600, dtype=torch.int64)
-        for row, pad in ((1, 7), (2, 250)):
-            rows[row, :pad], mask[row, :pad] = 0, 0
-        theirs = generate(model, 20, input_ids=rows, attention_mask=mask)
+        model, rows = load_tiny(), models.pad_rows(text[0, :1800].view(3, 600), 0, 7, 250)
+        theirs = generate(model, 20, **rows)
         with attached(model, **POOL) as kv:
             for _ in range(2):
-                ours = generate(model, 20, input_ids=rows, attention_mask=mask)
-                assert_same(ours, theirs)
+                assert_same(generate(model, 20, **rows), theirs)
             assert kv.planner.overflow.read_bytes > 0
 
     def test_of_beams(self, text: torch.Tensor) -> None:

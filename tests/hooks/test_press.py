@@ -245,11 +245,9 @@ def test_threads_do_not_see_the_press(model: Any) -> None:
 
 def test_padded_rows_and_beams(model: Any) -> None:
     short, long = distinct(90, 4), distinct(130)
-    rows = torch.cat([torch.nn.functional.pad(short, (40, 0)), long])
-    mask = torch.cat([torch.nn.functional.pad(short * 0 + 1, (40, 0)), long * 0 + 1])
     wanted = [alone(model, Stub(0.6), ids) for ids in (short, long)]
     with attached(model, sparsify=Stub(0.6)) as kv:
-        found = generate(model, NEW, input_ids=rows, attention_mask=mask)
+        found = generate(model, NEW, **models.padded(short, long))
         for row, one in enumerate(wanted):
             logits = [step[row : row + 1] for step in found.logits]
             ids = (short, long)[row]

@@ -22,7 +22,7 @@ from tests.cache.fakes import load_everything
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 from tests.hooks.test_press import NEW, QUESTIONS, ask, presses
-from tests.hooks.test_sparsify import distinct, kept_of, masked, oracle, padded
+from tests.hooks.test_sparsify import distinct, kept_of, masked, oracle
 from tests.inside import ConfigError, Repetition
 
 
@@ -48,10 +48,9 @@ def test_rows_lose_what_their_own_repetition_does_not_look_at(
 ) -> None:
     model = models.causal("llama")
     prompts = [distinct(length, seed + n) for n, length in enumerate(lengths)]
-    ids, mask = padded(prompts)
     wanted = oracle(model, prompts, "kvzip", share)
     with attached(model, sparsify=f"kvzip:{share}"):
-        assert_same(generate(model, NEW, input_ids=ids, attention_mask=mask), wanted)
+        assert_same(generate(model, NEW, **models.padded(*prompts)), wanted)
 
 
 def test_options_of_the_rule_count(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 from collections.abc import Iterator
@@ -108,6 +109,14 @@ def restoring(
         yield kv, tier, Seen(kv)
 
 
+@functools.cache
+def known(name: str, *lengths: int) -> tuple[Any, dict[str, torch.Tensor], Any, dict[bytes, Any]]:
+    """A model, a prompt or a padded batch, its answer, and frames of its pages."""
+    model = models.causal(name)
+    inputs = padded(*lengths) if lengths else {"input_ids": models.prompt(200)}
+    return model, inputs, generate(model, 4, **inputs), stored(model, inputs)
+
+
 def some(few: list[str], every: list[str]) -> list[Any]:
     """Parameters of which only a few run by default."""
     return [name if name in few else pytest.param(name, marks=pytest.mark.slow) for name in every]
@@ -116,9 +125,7 @@ def some(few: list[str], every: list[str]) -> list[Any]:
 @pytest.mark.parametrize("part", [0.5, *(pytest.param(x, marks=pytest.mark.slow) for x in (0, 1))])
 @pytest.mark.parametrize("name", some(["llama", "gemma3"], models.CAUSAL))
 def test_a_prompt_is_computed_and_loaded_at_once(name: str, part: float) -> None:
-    model, inputs = models.causal(name), {"input_ids": models.prompt(200)}
-    theirs = generate(model, 4, **inputs)
-    frames = stored(model, inputs)
+    model, inputs, theirs, frames = known(name)
     with restoring(model, frames, part) as (kv, _, seen):
         assert_same(generate(model, 4, **inputs), theirs)
         (ended,) = seen.ended
@@ -133,9 +140,7 @@ def test_a_prompt_is_computed_and_loaded_at_once(name: str, part: float) -> None
 
 @pytest.mark.parametrize("name", some(["llama"], ["llama", "gemma3", "bloom"]))
 def test_padded_rows_move_their_own_splits(name: str) -> None:
-    model, inputs = models.causal(name), padded(200, 150, 173)
-    theirs = generate(model, 4, **inputs)
-    frames = stored(model, inputs)
+    model, inputs, theirs, frames = known(name, 200, 150, 173)
     with restoring(model, frames) as (kv, _, seen):
         assert_same(generate(model, 4, **inputs), theirs)
         assert len(seen.ended) == 3 and seen.sum("computed_tokens") > 150
@@ -157,10 +162,9 @@ def test_rows_that_are_known_further_than_others() -> None:
 
 
 def test_beams_restore_their_prompt_once() -> None:
-    model, inputs = models.causal("llama"), {"input_ids": models.prompt(200)}
+    model, inputs, _, frames = known("llama")
     beams = dict(num_beams=3, num_return_sequences=3)
     theirs = generate(model, 6, **inputs, **beams).sequences
-    frames = stored(model, inputs)
     with restoring(model, frames) as (kv, _, seen):
         assert torch.equal(generate(model, 6, **inputs, **beams).sequences, theirs)
         (ended,) = seen.ended
@@ -174,9 +178,7 @@ class TestWhatDoesNotCome:
     @pytest.mark.parametrize("part", [0.0, 0.5])
     @pytest.mark.parametrize("name", some(["llama"], ["llama", "gemma3", "deepseek_v3", "bloom"]))
     def test_one_prompt(self, name: str, part: float) -> None:
-        model, inputs = models.causal(name), {"input_ids": models.prompt(200)}
-        theirs = generate(model, 4, **inputs)
-        frames = stored(model, inputs)
+        model, inputs, theirs, frames = known(name)
         with restoring(model, frames, part, lose=0.2, every=5) as (_, tier, _):
             assert_same(generate(model, 4, **inputs), theirs)
             assert tier.lost
@@ -184,9 +186,8 @@ class TestWhatDoesNotCome:
 
     @pytest.mark.parametrize("beams", [1, pytest.param(2, marks=pytest.mark.slow)])
     def test_a_padded_batch(self, beams: int) -> None:
-        model, inputs = models.causal("llama"), padded(200, 150, 173)
+        model, inputs, _, frames = known("llama", 200, 150, 173)
         theirs = generate(model, 4, **inputs, num_beams=beams).sequences
-        frames = stored(model, inputs)
         with restoring(model, frames, 0.25, lose=0.2) as (_, tier, _):
             assert torch.equal(generate(model, 4, **inputs, num_beams=beams).sequences, theirs)
             assert tier.lost
@@ -203,17 +204,13 @@ class TestWhatDoesNotCome:
                 assert_same(generate(model, 4, **inputs), theirs)
 
     def test_everything_is_lost(self) -> None:
-        model, inputs = models.causal("llama"), {"input_ids": models.prompt(200)}
-        theirs = generate(model, 4, **inputs)
-        frames = stored(model, inputs)
+        model, inputs, theirs, frames = known("llama")
         with restoring(model, frames, 0.0, lose=1.0) as (kv, _, _):
             assert_same(generate(model, 4, **inputs), theirs)
             assert reused(kv) == 0
 
     def test_a_cache_made_beforehand(self) -> None:
-        model, inputs = models.causal("llama"), padded(200, 200)
-        theirs = generate(model, 4, **inputs)
-        frames = stored(model, inputs)
+        model, inputs, theirs, frames = known("llama", 200, 200)
         for lose in (0.2, 1.0):
             with restoring(model, frames, 0.25, lose=lose) as (kv, _, _):
                 cache = kv.cache(**inputs)
@@ -223,8 +220,7 @@ class TestWhatDoesNotCome:
 
 class TestCachesMadeBeforehand:
     def test_they_are_restored_by_their_first_forward(self) -> None:
-        model, inputs = models.causal("llama"), padded(200, 200)
-        frames = stored(model, inputs)
+        model, inputs, _, frames = known("llama", 200, 200)
         for beams in (1, 2):
             theirs = generate(model, 4, **inputs, num_beams=beams).sequences
             with restoring(model, frames) as (kv, _, seen):
@@ -235,9 +231,7 @@ class TestCachesMadeBeforehand:
                 assert seen.sum("computed_tokens") > 100 and reused(kv) > 100
 
     def test_they_can_be_copied_cut_and_looked_at_before(self) -> None:
-        model, inputs = models.causal("llama"), {"input_ids": models.prompt(200)}
-        theirs = generate(model, 4, **inputs)
-        frames = stored(model, inputs)
+        model, inputs, theirs, frames = known("llama")
         with restoring(model, frames) as (kv, _, _):
             cache = kv.cache(**inputs)
             twin = copy.deepcopy(cache)
@@ -251,9 +245,7 @@ class TestCachesMadeBeforehand:
             assert_same(generate(model, 4, **inputs, past_key_values=cache), theirs)
 
     def test_they_can_be_dropped(self) -> None:
-        model, inputs = models.causal("llama"), {"input_ids": models.prompt(200)}
-        theirs = generate(model, 4, **inputs)
-        frames = stored(model, inputs)
+        model, inputs, theirs, frames = known("llama")
         with restoring(model, frames) as (kv, _, _):
             cache = kv.cache(**inputs)
             del cache

@@ -20,13 +20,7 @@ NOTHING_FILLED = Fill([], {}, {})
 
 def padded(*lengths: int) -> dict[str, torch.Tensor]:
     """A left-padded batch of prompts of these lengths."""
-    widest = max(lengths)
-    ids = torch.zeros((len(lengths), widest), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, widest - length :] = models.prompt(length, seed=row + 1)[0]
-        mask[row, widest - length :] = 1
-    return dict(input_ids=ids, attention_mask=mask)
+    return models.padded(*(models.prompt(length, row + 1) for row, length in enumerate(lengths)))
 
 
 def first_forward(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, ForwardCall]:

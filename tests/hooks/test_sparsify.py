@@ -130,22 +130,14 @@ def oracle(
     model: Any, prompts: list[torch.Tensor], rule: str, share: Share, new: int = NEW, **more: Any
 ) -> Any:
     """What `generate` answers to left-padded prompts, by masks that hide what a rule drops."""
-    (ids, mask), how = padded(prompts), (rule, share)
+    given, how = models.padded(*prompts), (rule, share)
+    columns = given["input_ids"].shape[1]
     kept = [
-        [of_heads + ids.shape[1] - prompt.shape[1] for of_heads in kept_of(model, prompt, *how)]
+        [of_heads + columns - prompt.shape[1] for of_heads in kept_of(model, prompt, *how)]
         for prompt in prompts
     ]
-    with masked(model, ids.shape[1], kept):
-        return generate(model, new, input_ids=ids, attention_mask=mask, **more)
-
-
-def padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts `[1, S]` as left-padded rows, and their mask."""
-    most = max(prompt.shape[1] for prompt in prompts)
-    pads = [(most - prompt.shape[1], 0) for prompt in prompts]
-    rows = [torch.nn.functional.pad(p, by) for p, by in zip(prompts, pads, strict=True)]
-    ones = [torch.nn.functional.pad(p * 0 + 1, by) for p, by in zip(prompts, pads, strict=True)]
-    return torch.cat(rows), torch.cat(ones)
+    with masked(model, columns, kept):
+        return generate(model, new, **given, **more)
 
 
 @pytest.fixture
@@ -183,10 +175,10 @@ def test_attention_is_over_the_kept_tokens_at_their_positions(
 )
 def test_each_layer_keeps_its_own_share(name: str, rule: type[Any]) -> None:
     model, prompts = models.causal(name), [distinct(150), distinct(70, 3)]
-    ids, mask = padded(prompts)
+    given = models.padded(*prompts)
     wanted = oracle(model, prompts, rule.name, UNEVEN, new=40)
     with attached(model, sparsify=rule(UNEVEN)) as kv:
-        found = generate(model, 40, input_ids=ids, attention_mask=mask)
+        found = generate(model, 40, **given)
         groups = [group.layers for group in kv.geometry.groups]
     assert_same(found, wanted)
     assert groups == [(0,), (1, 3), (2,)]
@@ -206,19 +198,19 @@ def test_any_budgets_rows_and_beams(
 ) -> None:
     model = models.causal("llama")
     prompts = [distinct(length, seed + n) for n, length in enumerate(lengths)]
-    ids, mask = padded(prompts)
+    given = models.padded(*prompts)
     wanted = oracle(model, prompts, rule, shares, new, num_beams=beams)
     with attached(model, sparsify=SPARSIFIERS[rule](shares)):
-        found = generate(model, new, input_ids=ids, attention_mask=mask, num_beams=beams)
+        found = generate(model, new, **given, num_beams=beams)
     assert_same(found, wanted)
 
 
 def test_padded_rows_lose_tokens_as_each_does_alone(model: Any) -> None:
     prompts = [distinct(120, 2), distinct(70, 3)]
     alone = [oracle(model, [ids], "snapkv", 0.4) for ids in prompts]
-    ids, mask = padded(prompts)
+    given = models.padded(*prompts)
     with attached(model, sparsify="snapkv:0.4"):
-        found = generate(model, NEW, input_ids=ids, attention_mask=mask)
+        found = generate(model, NEW, **given)
     for row, wanted in enumerate(alone):
         for got, want in zip(found.logits, wanted.logits, strict=True):
             torch.testing.assert_close(got[row], want[0], rtol=0, atol=2e-4 * want.abs().max())
@@ -354,14 +346,14 @@ def test_of_encoded_pages_the_same_tokens_stay_decoded(
 @pytest.mark.parametrize("share", [0.5, UNEVEN])
 def test_beams_and_samples_go_on_from_what_is_left(model: Any, share: Share) -> None:
     prompts = [distinct(100), distinct(60, 5)]
-    ids, mask = padded(prompts)
+    given = models.padded(*prompts)
     drawn = {"do_sample": True, "num_return_sequences": 3}
     for how in ({"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}, drawn):
         torch.manual_seed(0)
         wanted = oracle(model, prompts, "snapkv", share, 24, **how)
         with attached(model, sparsify=SnapKV(share)):
             torch.manual_seed(0)
-            found = generate(model, 24, input_ids=ids, attention_mask=mask, **how)
+            found = generate(model, 24, **given, **how)
         assert_same(found, wanted)
 
 
