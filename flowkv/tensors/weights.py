@@ -48,6 +48,7 @@ _SMALL_SHARE = 16
 _SAMPLE = 64
 """Bytes of each resident weight that are compared before a forward."""
 _LEFT = re.compile(r"\.?weights-\d+-\d{18,20}\.safetensors(\.[0-9a-f]{16}\.part)?")
+_GOLDEN = 0.6180339887498949  # its multiples are spread evenly, wherever they end
 _HANDED_UP = (nn.ParameterList, nn.ParameterDict)
 """Modules without a forward, with parameters that are read with the module above."""
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -1050,7 +1051,7 @@ def _settle(units: list[_Unit], budget: int, slots: int) -> int:
         if room < 0:
             continue
         # First units that are used twice, then an even spread: buffers fill while others compute.
-        for i in sorted(range(len(units)), key=lambda i: (-units[i].uses, _spread(i))):
+        for i in sorted(range(len(units)), key=lambda i: (-units[i].uses, i * _GOLDEN % 1.0)):
             if id(units[i]) not in stay and units[i].n_bytes <= room:
                 stay.add(id(units[i]))
                 room -= units[i].n_bytes
@@ -1066,8 +1067,3 @@ def _settle(units: list[_Unit], budget: int, slots: int) -> int:
     for unit in units:
         unit.resident = id(unit) in best[2]
     return best[1]
-
-
-def _spread(i: int) -> float:
-    """Return a number of a low-discrepancy sequence: any first numbers are spread evenly."""
-    return (i * 0.6180339887498949) % 1.0
