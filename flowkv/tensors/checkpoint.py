@@ -65,6 +65,13 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -125,7 +132,11 @@ class Checkpoint:
             for number, name in enumerate(_paths(Path(path))):
                 file = _File(os.path.realpath(name), manifests)
                 self._files.append(file)
-                self.tensors.update(file.tensors(number))
+                found = file.tensors(number)
+                if both := found.keys() & self.tensors.keys():
+                    problem = f"two files of {path} have a tensor {min(both)!r}"
+                    raise StoreError(problem, "Pass the file to read, or add an index of files")
+                self.tensors |= found
             self._engine = _engine(os.path.dirname(self._files[0].path))
             for file in self._files:
                 file.fd = self._engine.open(file.path, write=False)

@@ -25,6 +25,7 @@ import re
 import secrets
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -524,8 +525,12 @@ class _Absent(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
-            "an attached embedding cannot be saved: its rows lie on disk", "Detach it first"
+            "an attached embedding cannot be saved or shared: its rows lie on disk",
+            "Detach it first",
         )
+
+    def share_memory_(self) -> Any:  # ends the process in torch, for there is no memory
+        self.__reduce_ex__(0)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"a table on disk, {list(self.shape)} of {self.dtype}"
@@ -544,6 +549,7 @@ class AttachedEmbedding(Closing):
         self.table, self._module, self.around = table, module, module.forward
         self.bus = table.bus
         weight = module.weight
+        self._first = weakref.ref(weight)
         self._trains, self._device = weight.requires_grad, weight.device
         absent: Any = torch.nn.Parameter(table.absent(weight), requires_grad=False)
         module.weight, self._content = absent, absent.content
@@ -555,9 +561,11 @@ class AttachedEmbedding(Closing):
         Raises:
             IndexError: A number is out of range.
             TypeError: Numbers are not int32 or int64.
-            StateError: The embedding is trained, was detached, or has another weight.
+            StateError: The embedding is trained or compiled, was detached, or has another weight.
             StoreError: A block cannot be read, or is damaged.
         """
+        if torch.compiler.is_compiling():
+            raise StateError("look-ups in a table on disk cannot be compiled", "Detach it first")
         if self._trains and self._module.training and torch.is_grad_enabled():
             raise StateError(
                 "rows of a table on disk cannot be trained",
@@ -587,7 +595,8 @@ class AttachedEmbedding(Closing):
     def detach(self) -> None:
         """Put the whole table back into the module, and close. Safe to call again.
 
-        A parameter that was set in the module meanwhile stays instead.
+        A parameter that was set in the module meanwhile stays instead. The parameter of before
+        returns if another module or an optimizer still holds it.
 
         Raises:
             StateError: The table is closed.
@@ -595,9 +604,12 @@ class AttachedEmbedding(Closing):
         """
         if self._module.__dict__.get("forward") == self.__call__:
             if isinstance(self._module.weight, _Absent):
-                device = "cpu" if self._device.type == "meta" else self._device
-                weight = self.table.all_rows().to(device)
-                self._module.weight = torch.nn.Parameter(weight, requires_grad=self._trains)
+                weight = self._first()  # another module or an optimizer may hold it
+                if weight is None or weight.is_meta:
+                    device = "cpu" if self._device.type == "meta" else self._device
+                    rows = self.table.all_rows().to(device)
+                    weight = torch.nn.Parameter(rows, requires_grad=self._trains)
+                self._module.weight = weight
             del self._module.forward
         self.close()
 

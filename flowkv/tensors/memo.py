@@ -115,7 +115,7 @@ class _Question:
         if any(map(_classes, forms)):
             raise UnnamedError("of a class with code of its own, which no name covers")
         counts = {count_rows(self.leaves[i]) for i in self.batched}
-        counts = counts or {0 for form in forms if form[1:] == [[]]}  # no text, in no type
+        counts = counts or {0 for form in in_rows if form[1:] == [[]]}  # no text, in no type
         if batch is not False and (len(counts) != 1 or -1 in counts):
             raise ConfigError(
                 f"inputs have {sorted(counts)} rows",
@@ -228,10 +228,8 @@ class Memo(Closing):
 
     def tenant(self, name: str) -> Callable[..., Any]:
         """Return the function for one tenant, with rows of its own."""
-        return functools.partial(self._of, self._part_of(name))
-
-    def _of(self, part: _Part, /, *args: Any, **kwargs: Any) -> Any:
-        return self._call(part, args, kwargs)
+        part = self._part_of(name)
+        return lambda *args, **kwargs: self._call(part, args, kwargs)
 
     def stats(self) -> dict[str, Any]:
         """Return plain numbers, ready for JSON.

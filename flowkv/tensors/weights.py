@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import threading
 import time
 import weakref
@@ -30,6 +31,7 @@ from torch import nn
 
 from flowkv.core.config import cache_home, format_size, parse_place, parse_size
 from flowkv.core.errors import CapacityError, ConfigError, StateError, StoreError
+from flowkv.core.files import remove_left
 from flowkv.core.interrupts import cover, unbroken
 from flowkv.core.memory import own_memory
 from flowkv.naming.fingerprint import UnnamedError, bytes_of, sums_of
@@ -45,8 +47,12 @@ _SMALL_SHARE = 16
 """Weights of up to 64 KiB stay, if all of them take no more than a sixteenth of the budget."""
 _SAMPLE = 64
 """Bytes of each resident weight that are compared before a forward."""
+_LEFT = re.compile(r"\.?weights-\d+-\d{18,20}\.safetensors(\.[0-9a-f]{16}\.part)?")
+_GOLDEN = 0.6180339887498949  # its multiples are spread evenly, wherever they end
 _HANDED_UP = (nn.ParameterList, nn.ParameterDict)
 """Modules without a forward, with parameters that are read with the module above."""
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules of torch that use weights of the modules below without calling them."""
 
 
 def attach_weights(
@@ -254,6 +260,13 @@ def view_of(base: torch.Tensor, place: int, stored: StoredTensor) -> torch.Tenso
     return data.view(stored.dtype).view(stored.shape)
 
 
+def _refuse_copy(*_: Any) -> Any:
+    """Raise if weights are to be copied or loaded, since some of them are empty."""
+    raise StateError(
+        "weights that are read as needed cannot be copied, nor others loaded", "Call detach() first"
+    )
+
+
 class StreamedWeights:
     """Streamed weights of a model, read as they are needed. Thread-safe.
 
@@ -302,8 +315,9 @@ class StreamedWeights:
             self._checkpoint.close()
             raise
         self._learned = False
-        self._needed_gradients = [p for p in model.parameters() if p.requires_grad]
+        wanted = [entries[id(p)] for p in model.parameters() if p.requires_grad]
         self._take(model, entries)
+        self._needed_gradients = [entry.parameter for entry in wanted]
         self._hook(model)
 
     def _take(self, model: nn.Module, entries: dict[int, _Entry]) -> None:
@@ -326,8 +340,11 @@ class StreamedWeights:
         self._hooked = list(self._owned if model in self._owned else (model, *self._owned))
         for module in self._hooked:  # wraps the whole call, so that its hooks have the weights
             module._call_impl = partial(self._call, module)  # type: ignore[method-assign]
-            hook: Any = module.register_state_dict_pre_hook
-            self._handles.append(hook(_refuse_copy))
+            ways: Any = (
+                module.register_state_dict_pre_hook,
+                module.register_load_state_dict_pre_hook,
+            )
+            self._handles += [way(_refuse_copy) for way in ways]
 
     def _plan(self, order: list[nn.Module]) -> None:
         """Cut modules into units, and decide which units stay."""
@@ -735,6 +752,8 @@ class StreamedWeights:
         self._checkpoint.close()
         self._slots = []
 
+    __reduce_ex__ = _refuse_copy  # copies of the model would share this object
+
     def __enter__(self) -> Self:
         return self
 
@@ -855,11 +874,6 @@ class _Devices:
                     module._buffers[name] = buffer.to(device)
 
 
-def _refuse_copy(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raise if a copy of the weights is requested, since some of them are empty."""
-    raise StateError("weights that are read as needed cannot be copied", "Call detach() first")
-
-
 def _fill(checkpoint: Checkpoint, view: Any, layout: Any, stored: Any) -> torch.Tensor:
     checkpoint.fill(view, layout, stored)
     return torch.from_numpy(view)  # holds the view as long as any tensor uses it
@@ -869,8 +883,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """Yield modules with a forward that needs parameters, and those, in the order of the tree."""
 
     def handed_up(module: nn.Module) -> list[nn.Parameter]:
-        # torch's attention uses the weights of its projection without calling that module.
-        kinds: Any = nn.Module if isinstance(module, nn.MultiheadAttention) else _HANDED_UP
+        kinds: Any = nn.Module if isinstance(module, _WHOLE) else _HANDED_UP
         own = list(module.parameters(recurse=False))
         for child in module.children():
             if isinstance(child, kinds):
@@ -879,7 +892,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
 
     skipped: set[int] = set()
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, _WHOLE):
             skipped.update(id(m) for m in module.modules() if m is not module)
         own = [] if id(module) in skipped else handed_up(module)
         if own and not isinstance(module, _HANDED_UP):
@@ -900,6 +913,12 @@ def _check(model: nn.Module, owners: dict[nn.Module, list[nn.Parameter]]) -> Non
             raise ConfigError(f"{name} belongs to no module with a forward", "Put it into one")
     if not owners:
         raise ConfigError(f"{type(model).__name__} has no weights", "Pass a model that has")
+    here = ((n, p) for n, p in model.named_parameters() if p.nbytes and not p.is_meta)
+    for one, other in itertools.pairwise(sorted((p.data_ptr(), p.nbytes, n) for n, p in here)):
+        if one[0] + one[1] > other[0]:
+            raise ConfigError(
+                f"{one[2]} and {other[2]} share memory", "Make them one parameter, or clone one"
+            )
 
 
 def _directory(disk: str | None) -> tuple[Path, int | None]:
@@ -928,9 +947,25 @@ def _written(model: nn.Module, directory: Path, most_bytes: int | None) -> Path:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise StoreError(f"{directory} cannot be made ({error})", "Pass another disk=") from error
+    for name in filter(_LEFT.fullmatch, os.listdir(directory)):  # by a process that was killed
+        remove_left(directory / name)
     path = directory / f"weights-{os.getpid()}-{time.time_ns()}.safetensors"
     write(path, dict(unique.values()))
     return path
+
+
+def _finder(model: nn.Module, checkpoint: Checkpoint) -> Callable[[list[str]], StoredTensor | None]:
+    """Return a function that finds a tensor by its names, else by those with another prefix."""
+    prefix = f"{getattr(model, 'base_model_prefix', '') or 'model'}."
+    whole = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+    others, tensors = {name for name, _ in whole}, checkpoint.tensors
+
+    def find(own: list[str]) -> StoredTensor | None:
+        near = [*(prefix + n for n in own), *(n.removeprefix(prefix) for n in own)]
+        names = (*own, *(n for n in near if n not in others))
+        return next((tensors[n] for n in names if n in tensors), None)
+
+    return find
 
 
 def _entries(
@@ -945,12 +980,9 @@ def _entries(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, p in parameters.items():
         names.setdefault(id(p), []).append(name)
-    prefix = f"{getattr(model, 'base_model_prefix', '') or 'model'}."
-    found = {}
+    find, found = _finder(model, checkpoint), {}
     for key, own in names.items():
-        p = parameters[own[0]]
-        near = [*own, *(prefix + n for n in own), *(n.removeprefix(prefix) for n in own)]
-        stored = next((checkpoint.tensors[n] for n in near if n in checkpoint.tensors), None)
+        p, stored = parameters[own[0]], find(own)
         if stored is None:
             raise StoreError(f"the checkpoint has no {own[0]}", "Pass the one of this model")
         if stored.shape != tuple(p.shape) or stored.dtype != p.dtype:
@@ -965,21 +997,27 @@ def _entries(
 
 
 def _fill_buffers(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Load module buffers that are on the meta device."""
+    """Load the buffers that the checkpoint has, and all that are on the meta device."""
+    find = _finder(model, checkpoint)
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is None or not buffer.is_meta:
+            passing = name in module._non_persistent_buffers_set
+            if buffer is None or (passing and not buffer.is_meta):
                 continue
             full = f"{path}.{name}" if path else name
-            stored = checkpoint.tensors.get(full)
+            stored = find([full])
+            if stored is None and not buffer.is_meta:
+                continue
             if stored is None or stored.shape != tuple(buffer.shape):
                 raise ConfigError(
-                    f"buffer {full} is on the meta device, and not in the checkpoint",
-                    "Make only the parameters there, and buffers on the CPU",
+                    f"the checkpoint has no buffer {full} of shape {list(buffer.shape)}",
+                    "Pass the checkpoint of this model, or make buffers on the CPU",
                 )
             layout = checkpoint.layout([stored])
             base = _fill(checkpoint, _Buffer(own_memory(layout.n_bytes)).lend(), layout, [stored])
-            module._buffers[name] = view_of(base, layout.places[0], stored).clone()
+            if buffer.is_meta:
+                module._buffers[name] = buffer = torch.empty_like(buffer, device="cpu")
+            buffer.copy_(view_of(base, layout.places[0], stored))
 
 
 def _depth(model: nn.Module, units_of: dict[nn.Module, list[_Unit]], small: _Unit) -> int:
@@ -1013,7 +1051,7 @@ def _settle(units: list[_Unit], budget: int, slots: int) -> int:
         if room < 0:
             continue
         # First units that are used twice, then an even spread: buffers fill while others compute.
-        for i in sorted(range(len(units)), key=lambda i: (-units[i].uses, _spread(i))):
+        for i in sorted(range(len(units)), key=lambda i: (-units[i].uses, i * _GOLDEN % 1.0)):
             if id(units[i]) not in stay and units[i].n_bytes <= room:
                 stay.add(id(units[i]))
                 room -= units[i].n_bytes
@@ -1029,8 +1067,3 @@ def _settle(units: list[_Unit], budget: int, slots: int) -> int:
     for unit in units:
         unit.resident = id(unit) in best[2]
     return best[1]
-
-
-def _spread(i: int) -> float:
-    """Return a number of a low-discrepancy sequence: any first numbers are spread evenly."""
-    return (i * 0.6180339887498949) % 1.0

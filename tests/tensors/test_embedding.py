@@ -319,6 +319,23 @@ def test_another_weight_is_not_passed_over(tmp_path: Path, way: str) -> None:
     assert torch.equal(module(ids), other(ids)) == (way != "data")
 
 
+def test_detach_restores_what_others_still_hold(tmp_path: Path) -> None:
+    embedding, head = torch.nn.Embedding(50, 8).eval(), torch.nn.Linear(8, 50, bias=False)
+    head.weight = embedding.weight
+    first = embedding.weight
+    flowkv.attach_embedding(embedding, disk=tmp_path, host="1MiB").detach()
+    assert embedding.weight is head.weight is first
+
+
+def test_what_needs_the_memory_of_a_table_is_refused_in_words(tmp_path: Path) -> None:
+    embedding = torch.nn.Embedding(50, 8).eval().requires_grad_(False)
+    with flowkv.attach_embedding(embedding, disk=tmp_path, host="1MiB"):
+        with pytest.raises(StateError, match="shared"):
+            embedding.share_memory()  # which ended the process
+        with pytest.raises(StateError, match="compiled"):
+            torch.compile(embedding, backend="eager")(torch.tensor([1]))
+
+
 def test_a_table_is_not_saved_as_nothing(tmp_path: Path) -> None:
     module = made(100, 16)
     attached = flowkv.attach_embedding(module, disk=tmp_path / "t")

@@ -284,13 +284,13 @@ def test_the_order_of_collected_names_is_in_the_name() -> None:
 
 
 def test_a_whole_call_may_be_one_row() -> None:
-    def total(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def total(x: torch.Tensor, marks: Any = ()) -> tuple[torch.Tensor, int]:
         LOG(len(x))
         return x.sum(), len(x)
 
     with remember(total, batch=False, key="total") as remembered:
         for x in (rows(1, 2), rows(1), rows(1, 2)):
-            found, count = remembered(x)
+            found, count = remembered(x, [])
             assert torch.equal(found, x.sum())
             assert count == len(x)
         assert COMPUTED == [2, 1]

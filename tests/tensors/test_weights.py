@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import pickle
 import signal
 import threading
 import time
@@ -487,6 +488,104 @@ def test_a_forward_that_raises_leaves_nothing_held(tmp_path: Path) -> None:
         thread.start()
         thread.join(30)
         assert torch.equal(got[0], expected)
+
+
+def test_layers_of_torch_that_use_weights_below_them(tmp_path: Path) -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).eval()
+    x = torch.rand(2, 5, 32)
+    with torch.no_grad():
+        expected = model(x)
+        with flowkv.attach_weights(model, budget="88KiB", disk=str(tmp_path)):
+            assert torch.equal(model(x), expected)
+            assert torch.equal(model(x), expected)
+
+
+def test_buffers_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+            self.register_buffer("own", torch.rand(8), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.norm(x) + self.own
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Inner()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.model(x)
+
+    model, x, path = Inner().eval(), torch.rand(4, 8), tmp_path / "w.safetensors"
+    model.norm.running_mean.add_(3)
+    save_file(
+        {n: t.double() if n == "norm.running_var" else t for n, t in model.state_dict().items()},
+        path,
+    )
+    other = Outer().eval()
+    for attached in (other.model, other):
+        other.model.own = model.own
+        other.model.norm.running_mean.zero_()
+        with flowkv.attach_weights(attached, path, budget="1MiB", disk=str(tmp_path)):
+            assert torch.equal(attached(x), model(x))
+    with torch.device("meta"):
+        empty = Inner().eval()
+    empty.own = model.own
+    with flowkv.attach_weights(empty, path, budget="1MiB", disk=str(tmp_path)):
+        assert torch.equal(empty(x), model(x))
+    assert [p.requires_grad for p in empty.parameters()] == [True, True]
+
+
+def test_two_files_with_one_name_are_refused(tmp_path: Path) -> None:
+    model = stack(4)
+    for name in ("model", "old"):
+        saved(model, tmp_path / f"{name}.safetensors")
+    with pytest.raises(StoreError, match="two files"):
+        flowkv.attach_weights(model, tmp_path, budget="100%", disk=str(tmp_path))
+
+
+def test_parameters_in_one_place_are_refused(tmp_path: Path) -> None:
+    model = stack(4)
+    model[3].weight.data = model[2].weight.data
+    with pytest.raises(ConfigError, match="share memory"):
+        flowkv.attach_weights(model, budget="100%", disk=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint16, torch.uint64, torch.complex64, torch.float8_e8m0fnu]
+)
+def test_every_dtype_of_the_format_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.arange(64, dtype=torch.uint8).view(dtype)
+    save_file({"x": values}, tmp_path / "w.safetensors")
+    checkpoint = Checkpoint(tmp_path / "w.safetensors", tmp_path)
+    assert checkpoint.tensors["x"][3:5] == (dtype, tuple(values.shape))
+    checkpoint.close()
+
+
+def test_copies_are_refused_in_words_and_nothing_is_loaded(tmp_path: Path) -> None:
+    model, x = stack(20), torch.rand(1, 128)
+    expected, other = model(x), stack(20).state_dict()
+    with flowkv.attach_weights(model, budget="50%", disk=str(tmp_path)):
+        model(x)
+        for way in (copy.deepcopy, pickle.dumps, lambda model: model.load_state_dict(other)):
+            with pytest.raises(StateError, match="detach"):
+                way(model)
+        assert torch.equal(model(x), expected)
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    stem = f"weights-1-{10**18}.safetensors"
+    left = [tmp_path / stem, tmp_path / f".{stem}.{'a' * 16}.part"]
+    kept = [tmp_path / "weights-1.safetensors", tmp_path / f"weights-2-{10**18}.safetensors"]
+    for path in (*left, *kept):
+        path.write_bytes(b"weights")
+        os.utime(path, (1, 1) if path != kept[1] else None)
+    with flowkv.attach_weights(stack(4), budget="1MiB", disk=str(tmp_path)):
+        pass
+    assert [path.exists() for path in (*left, *kept)] == [False, False, True, True]
 
 
 def test_attention_of_torch_and_lists_of_parameters(tmp_path: Path) -> None:
