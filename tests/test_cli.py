@@ -74,10 +74,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"flowkv {flowkv.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["demo", "generate", "serve", "inspect", "scrub", "doctor"])
+VERBS = ["demo", "generate", "serve", "inspect", "scrub", "doctor"]
+VERBS += [f"sim {verb}" for verb in ("replay", "sweep", "characterise", "record")]
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
-        cli.main([verb, "--help"])
+        cli.main([*verb.split(), "--help"])
     assert done.value.code == 0
     assert "--json" in capsys.readouterr().out
 
@@ -217,27 +221,29 @@ def test_scrub_passes_what_is_sound(store: Path, capsys: pytest.CaptureFixture[s
     assert "All are sound" in capsys.readouterr().out
 
 
-def test_scrub_fails_on_a_flipped_bit(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def damaged(store: Path) -> Path:
+    """The store, with a flipped bit in the second frame."""
     (slab,) = store.glob("slab-*")
     data = bytearray(slab.read_bytes())
     data[data.index(b"\x02" * 8192) + 100] ^= 4
     slab.write_bytes(data)
-    assert as_json(capsys, "scrub", str(store), status=1)["bad"] == 1
-    assert cli.main(["scrub", str(store)]) == 1
+    return store
+
+
+def test_scrub_fails_on_a_flipped_bit(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_json(capsys, "scrub", str(damaged), status=1)["bad"] == 1
+    assert cli.main(["scrub", str(damaged)]) == 1
     assert "damaged" in capsys.readouterr().out
 
 
-def test_repair_drops_what_is_damaged(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (slab,) = store.glob("slab-*")
-    data = bytearray(slab.read_bytes())
-    data[data.index(b"\x02" * 8192) + 100] ^= 4
-    slab.write_bytes(data)
-    found = as_json(capsys, "scrub", str(store), "--repair", status=1)
+def test_repair_drops_what_is_damaged(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "scrub", str(damaged), "--repair", status=1)
     assert (found["frames"], found["bad"], found["recovered"]) == (2, 1, 0)
-    assert cli.main(["scrub", str(store), "--repair"]) == 0
+    assert cli.main(["scrub", str(damaged), "--repair"]) == 0
     assert "All are sound" in capsys.readouterr().out
-    owner = DiskTier(store, 16 << 20)
-    assert cli.main(["scrub", str(store), "--repair"]) == 2
+    owner = DiskTier(damaged, 16 << 20)
+    assert cli.main(["scrub", str(damaged), "--repair"]) == 2
     owner.close()
     assert "another cache of this process owns" in capsys.readouterr().err
 

@@ -15,6 +15,7 @@ from flowkv.sim import generate, replay
 from tests.cache.toy import PAGE, make_kv, published, simple
 from tests.inside import ConfigError
 from tests.report.drawn import curves
+from tests.test_cli import refused
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
@@ -34,27 +35,8 @@ def rows(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> li
     return found
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Run a command that must be refused; return what it says."""
-    assert cli.main(words) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and "Traceback" not in err
-    return err
-
-
 def test_sim_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: flowkv sim" in refused(capsys, "sim")
-
-
-VERBS = ["replay", "sweep", "characterise", "record"]
-
-
-@pytest.mark.parametrize("verb", [f"sim {name}" for name in VERBS])
-def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        cli.main([*verb.split(), "--help"])
-    assert done.value.code == 0
-    assert "--json" in capsys.readouterr().out
 
 
 CHAT, AGENTS = "chat:requests=200", "agents:requests=60,seed=3"

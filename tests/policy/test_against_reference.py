@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -11,6 +10,7 @@ from flowkv.policy import Lease, LfuTtl, Visit
 from tests.inside import BLOCKED, DUES, EXPIRED, HINTED, LEAVES, NEVER_NS
 from tests.inside import compiled_SECOND as SECOND
 from tests.policy.reference import SlowLfuTtl
+from tests.policy.slots import ids
 
 S = 10**9
 slots = st.lists(st.integers(-2, 9), max_size=5)
@@ -19,10 +19,6 @@ LEASES = {"a": Lease(3), "b": Lease(4, 9), "low": Lease(rank=10), "high": Lease(
     "brief": Lease(rank=80, rank_s=2),
     "middle": Lease(rank=50, rank_s=9),
 }
-
-
-def ids(values):
-    return np.array(values, np.int64)
 
 
 class Both(RuleBasedStateMachine):
@@ -62,37 +58,37 @@ class Both(RuleBasedStateMachine):
         parents = [above[0], *chain[:-1]] if straight else above[: len(chain)]
         said = {"n_bytes": worth[0], "cost_ns": worth[1], "lease": lease, "tenant": tenant}
         for policy in (self.fast, self.slow):
-            policy.insert(now, ids(chain), ids(parents), **said)
+            policy.insert(now, ids(*chain), ids(*parents), **said)
 
     @rule(dt=steps, chain=slots, request=st.integers(-1, 2))
     def access(self, dt, chain, request):
         now = self.time(dt)
         for policy in (self.fast, self.slow):
-            policy.access(now, ids([s for s in chain if s >= 0]), Visit(request))
+            policy.access(now, ids(*[s for s in chain if s >= 0]), Visit(request))
 
     @rule(chain=slots, known=st.booleans())
     def remove(self, chain, known):
         for policy in (self.fast, self.slow):
-            policy.remove(ids(chain))
+            policy.remove(ids(*chain))
             if not known:
-                policy.forget(ids(chain))
+                policy.forget(ids(*chain))
 
     @rule(chain=slots, times=st.integers(1, 2))
     def pin(self, chain, times):
         for policy in (self.fast, self.slow):
             for _ in range(times):
-                policy.pin(ids(chain))
+                policy.pin(ids(*chain))
 
     @rule(chain=slots)
     def unpin(self, chain):
         for policy in (self.fast, self.slow):
-            policy.unpin(ids(chain))
+            policy.unpin(ids(*chain))
 
     @rule()
     def unpin_all(self):
         for s, n in list(self.slow.pins.items()):
             for policy in (self.fast, self.slow):
-                policy.unpin(ids([s] * n))
+                policy.unpin(ids(*[s] * n))
 
     @rule(
         dt=steps,
@@ -102,12 +98,12 @@ class Both(RuleBasedStateMachine):
     def hint(self, dt, chain, eta):
         now = self.time(dt)
         for policy in (self.fast, self.slow):
-            policy.hint(now, ids(chain), eta)
+            policy.hint(now, ids(*chain), eta)
 
     @rule(chain=slots, request=st.integers(0, 2))
     def enqueue(self, chain, request):
         for policy in (self.fast, self.slow):
-            policy.enqueue(self.now, request, ids(chain))
+            policy.enqueue(self.now, request, ids(*chain))
 
     @rule(request=st.integers(0, 2))
     def abort(self, request):

@@ -13,11 +13,8 @@ from flowkv.policy import LRU
 from flowkv.testing import check_policy
 from tests.inside import ByScore, ConfigError, _keys
 from tests.policy.reference import SlowLfuTtl
+from tests.policy.slots import ids
 from tests.policy.test_against_reference import LEASES, Both
-
-
-def ids(*values):
-    return np.array(values, np.int64)
 
 
 class Recent(ByScore):
@@ -109,10 +106,6 @@ def test_keys_keep_the_order_of_scores():
     assert abs(_keys(ids(-(1 << 63), (1 << 63) - 1))).max() < 1 << 62
 
 
-def slots(*numbers):
-    return np.array(numbers, np.int64)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -141,16 +134,16 @@ def test_what_is_no_score_for_each_block_is_refused(wrong):
             return wrong(len(use.slots)) if self.spoilt else use.uses
 
     policy = Wrong()
-    policy.insert(0, slots(0, 1, 2), slots(-1, 0, 1))
+    policy.insert(0, ids(0, 1, 2), ids(-1, 0, 1))
     before = [policy.priority(slot) for slot in range(3)]
     policy.spoilt = True
     with pytest.raises(ConfigError, match=r"score\(\) of policy 'wrong' gave"):
-        policy.access(1, slots(0, 1, 2))
+        policy.access(1, ids(0, 1, 2))
     with pytest.raises(ConfigError, match=r"Return one number for each of use\.slots"):
-        policy.insert(2, slots(3, 4), slots(2, 3))
+        policy.insert(2, ids(3, 4), ids(2, 3))
     assert [policy.priority(slot) for slot in range(3)] == before
     policy.spoilt = False
-    policy.access(3, slots(0, 1, 2, 3, 4))
+    policy.access(3, ids(0, 1, 2, 3, 4))
     assert policy.evict(4, 5).tolist() == [4, 3, 2, 1, 0]
 
 
@@ -167,7 +160,7 @@ def test_any_vector_of_numbers_is_a_score():
                 return strided
 
         policy = Odd()
-        policy.insert(0, slots(0, 1), slots(-1, -1))
+        policy.insert(0, ids(0, 1), ids(-1, -1))
         assert policy.evict(1, 2).tolist() == [1, 0], kind
 
 

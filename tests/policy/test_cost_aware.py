@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from flowkv.policy import CostAware, LfuTtl
 from tests.inside import ConfigError, log2
 from tests.policy.reference_cost_aware import SlowCostAware
+from tests.policy.slots import ids
 from tests.policy.test_against_reference import LEASES, Both
 
 S = 10**9
@@ -33,10 +33,6 @@ TestBothCostAware.settings = settings(max_examples=20, stateful_step_count=30)
 @given(st.floats(1e-300, 1e300))
 def test_log2(x):
     assert abs(log2(x) - math.log2(x)) <= 4e-16 * max(1.0, abs(math.log2(x)))
-
-
-def ids(*values):
-    return np.array(values, np.int64)
 
 
 def test_of_two_equally_used_the_cheaper_per_byte_goes_first():

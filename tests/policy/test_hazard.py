@@ -44,15 +44,12 @@ from tests.inside import (
     value_of,
 )
 from tests.inside import compiled_describe as describe
+from tests.policy.slots import ids
 
 S = 10**9
 whole = st.integers(-(1 << 31), (1 << 31) - 1)
 anything = st.floats(allow_nan=True, allow_infinity=True)
 few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
-
-
-def ids(*values):
-    return np.array(values, np.int64)
 
 
 # ---- the arithmetic

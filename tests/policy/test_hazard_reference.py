@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from flowkv.policy import HazardIndex, Visit
 from tests.policy.hazard_reference import SlowHazard
+from tests.policy.slots import ids
 
 S = 10**9
 FOREST = [-1, 0, 1, 2, 3, 2, 5, 1, 7, 0, 9, 10, -1, 12, 13, 13]  # parents
@@ -53,10 +53,6 @@ TAKEN = [  # what a chain has left here becomes another chain's, then its own en
 ]
 
 
-def ids(values):
-    return np.array(values, np.int64)
-
-
 def chain_to(node):
     path = []
     while node >= 0:
@@ -80,7 +76,7 @@ class Pair:
 
     def insert(self, slots):
         parents = [FOREST[s] if self.known else -1 for s in slots]
-        self.fast.insert(self.now, ids(slots), ids(parents))
+        self.fast.insert(self.now, ids(*slots), ids(*parents))
         self.slow.insert(self.now, slots, parents)
 
     def request(self, time, end, stop, output):
@@ -90,7 +86,7 @@ class Pair:
         self.requests += 1
         n = next((i for i, s in enumerate(path) if s not in self.slow.owner), len(path))
         visit = Visit(r, blocks=len(path) if self.announced else 0)
-        self.fast.access(self.now, ids(path[:n]), visit)
+        self.fast.access(self.now, ids(*path[:n]), visit)
         self.slow.access(self.now, path[:n], visit)
         self.insert([s for s in path if s not in self.slow.here])
         if output:
@@ -112,16 +108,16 @@ class Pair:
 
     def hint(self, time, end, eta, sigma):
         self.wait(*time)
-        self.fast.hint(self.now, ids(chain_to(end)), eta * S, sigma)
+        self.fast.hint(self.now, ids(*chain_to(end)), eta * S, sigma)
         self.slow.hint(self.now, chain_to(end), eta * S, sigma)
 
     def remove(self, slot, forget):
         for call in ("remove", "forget") if forget else ("remove",):
-            getattr(self.fast, call)(ids([slot]))
+            getattr(self.fast, call)(ids(slot))
             getattr(self.slow, call)([slot])
 
     def pin(self, slot, by):
-        (self.fast.pin if by > 0 else self.fast.unpin)(ids([slot]))
+        (self.fast.pin if by > 0 else self.fast.unpin)(ids(slot))
         self.slow.pins[slot] = max(self.slow.pins[slot] + (1 if by > 0 else -1), 0)
 
     def check(self):

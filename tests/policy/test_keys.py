@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 from flowkv.policy import LRU, LfuTtl
 from tests.inside import aged, softplus2
 from tests.policy.reference import EXACT, key_after
+from tests.policy.slots import ids
 
 S = 10**9
 TAU = 30 * S
-
-
-def ids(*values):
-    return np.array(values, np.int64)
 
 
 def count(times, now, tau=TAU):

@@ -7,12 +7,9 @@ import pytest
 
 from flowkv.policy import LRU, Lease, LfuTtl, Visit
 from tests.inside import FIRST_CAPACITY, NEVER_NS, ConfigError
+from tests.policy.slots import ids
 
 S = 10**9
-
-
-def ids(*values):
-    return np.array(values, np.int64)
 
 
 def chain(policy, now, *slots, parent=-1, **kw):

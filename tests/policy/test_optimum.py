@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flowkv.policy import CATALOGUE, Optimum, make_policy
 from flowkv.sim import Trace
 from tests.inside import NOT_AGAIN, ConfigError, belady, next_uses, read_npz
-from tests.sim.stories import run_through
+from tests.sim.stories import chains, run_through
 
 S = 10**9
 words = st.lists(st.integers(0, 2), min_size=1, max_size=4)
@@ -53,11 +53,6 @@ def a_trace(story: list[tuple[int, list[int]]]) -> Trace:
 
 def optimum_hits(trace: Trace, capacity: int) -> np.ndarray:
     return belady(trace.offsets, trace.blocks, trace.unique, capacity)
-
-
-def chains(trace: Trace) -> list[list[int]]:
-    ends = zip(trace.offsets[:-1], trace.offsets[1:], strict=True)
-    return [trace.blocks[a:b].tolist() for a, b in ends]
 
 
 def by_definition(trace: Trace, capacity: int) -> list[int]:

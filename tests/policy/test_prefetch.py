@@ -26,6 +26,7 @@ from tests.inside import (
     class_of,
 )
 from tests.policy.prefetch_reference import S, Shop, SlowPrefetcher
+from tests.policy.slots import ids
 
 PARENTS = [-1, 0, 1, 2, 1, 4, -1, 6, 7, 7]
 TIPS = [3, 5, 8, 9, 2, 0]
@@ -35,10 +36,6 @@ OPTIONS: dict[str, Any] = {"horizon_s": 20.0, "probe_share": 0.5, "floor": 0.5, 
 def patient() -> RegretGuard:
     """Never stops anything."""
     return RegretGuard(trial_bytes=1 << 40)
-
-
-def array(slots: list[int]) -> np.ndarray:
-    return np.array(slots, np.int64)
 
 
 class Drive:
@@ -61,13 +58,13 @@ class Drive:
         chain = shop.way(tip)
         hits = next((i for i, s in enumerate(chain) if s not in shop.place), len(chain))
         demanded = len([s for s in chain if s in shop.known and s not in shop.place])
-        self.fast.accessed(self.now, array(chain), hits, demanded, request)
+        self.fast.accessed(self.now, ids(*chain), hits, demanded, request)
         self.slow.accessed(self.now, chain, hits, demanded, request)
         came = [s for s in chain if s in self.flying]
         self.land(came)
         for one in self.shops:
-            one.access(self.now, array(chain))
-            one.insert(self.now, array(chain), array([PARENTS[s] for s in chain]))
+            one.access(self.now, ids(*chain))
+            one.insert(self.now, ids(*chain), ids(*(PARENTS[s] for s in chain)))
         self.make_room()
 
     def make_room(self) -> None:
@@ -77,19 +74,35 @@ class Drive:
             assert gone[0] == gone[1] and len(gone[0]) == over
             for shop in self.shops:
                 shop.place -= set(gone[0])
-            self.fast.left(self.now, array(gone[0]))
+            self.fast.left(self.now, ids(*gone[0]))
             self.slow.left(self.now, gone[0])
+
+    def enqueue(self, request: int, slots: list[int]) -> None:
+        self.fast.enqueue(self.now, request, ids(*slots))
+        self.slow.enqueue(self.now, request, slots)
+
+    def hint(self, slots: list[int], eta_ns: int, sigma: float) -> None:
+        self.fast.hint(self.now, ids(*slots), eta_ns, sigma)
+        self.slow.hint(self.now, slots, eta_ns, sigma)
+
+    def clear(self) -> None:
+        """Empties the place."""
+        for shop in self.shops:
+            shop.place.clear()
+            shop.here.clear()
+        self.fast.left(self.now, np.arange(len(PARENTS)))
+        self.slow.left(self.now, list(range(len(PARENTS))))
 
     def land(self, slots: list[int]) -> None:
         self.flying = [s for s in self.flying if s not in slots]
-        self.fast.landed(self.now, array(slots))
+        self.fast.landed(self.now, ids(*slots))
         self.slow.landed_now(self.now, slots)
         for shop in self.shops:
-            shop.insert(self.now, array(slots), array([PARENTS[s] for s in slots]))
+            shop.insert(self.now, ids(*slots), ids(*(PARENTS[s] for s in slots)))
 
     def fail(self) -> None:
         gone, self.flying = self.flying, []
-        self.fast.failed(self.now, array(gone))
+        self.fast.failed(self.now, ids(*gone))
         self.slow.failed(self.now, gone)
         for shop in self.shops:
             shop.place -= set(gone)
@@ -173,14 +186,12 @@ def run(events: list[tuple], capacity: int, limits: dict[str, Any]) -> Drive:
                 for shop in drive.shops:
                     shop.rates[slot] = rate
             case "enqueue", tip, request:
-                drive.fast.enqueue(drive.now, request, array(drive.shops[0].way(tip)))
-                drive.slow.enqueue(drive.now, request, drive.shops[0].way(tip))
+                drive.enqueue(request, drive.shops[0].way(tip))
             case "abort", request:
                 drive.fast.abort(drive.now, request)
                 drive.slow.abort(drive.now, request)
             case "hint", tip, eta:
-                drive.fast.hint(drive.now, array(drive.shops[0].way(tip)), eta, 0.5)
-                drive.slow.hint(drive.now, drive.shops[0].way(tip), eta, 0.5)
+                drive.hint(drive.shops[0].way(tip), eta, 0.5)
             case _:
                 drive.fail()
         drive.compare()
@@ -241,11 +252,8 @@ def test_the_queue_goes_first_then_hints_then_what_is_learned() -> None:
     drive.fast.credit.probes = drive.slow.probes = 9.0
     for shop in drive.shops:
         shop.rates[5] = 4.0
-    for one in (drive.fast, drive.slow):
-        way = drive.shops[0].way
-        as_slots = array if one is drive.fast else list
-        one.hint(0, as_slots(way(9)), 0, 0.5)
-        one.enqueue(0, 7, as_slots(way(3)))
+    drive.hint([6, 7, 9], 0, 0.5)
+    drive.enqueue(7, [0, 1, 2, 3])
     assert [(kind, slots) for kind, slots, _ in planned(drive)] == [
         (QUEUE, [0, 1, 2, 3]),
         (HINT, [6, 7, 9]),
@@ -262,8 +270,7 @@ def test_what_is_queued_makes_room_and_what_is_likely_only_at_the_cost_of_the_le
         shop.rates[8] = 1.2
     drive.fast.credit.probes = drive.slow.probes = 9.0
     assert planned(drive) == [], "1.2 is not more than 1.0 and a margin of 0.2"
-    for one in (drive.fast, drive.slow):
-        one.enqueue(0, 7, array([6, 7, 8]) if one is drive.fast else [6, 7, 8])
+    drive.enqueue(7, [6, 7, 8])
     assert planned(drive) == [(QUEUE, [6, 7, 8], [3, 2, 1])]
 
 
@@ -271,7 +278,7 @@ def test_what_a_chain_hangs_on_does_not_go_for_it() -> None:
     drive = known(capacity=4, unproven=1.0)
     drive.serve(8, 0)
     for shop in drive.shops:
-        shop.insert(0, array([0]), array([-1]))
+        shop.insert(0, ids(0), ids(-1))
         for slot in (6, 7, 8):
             shop.rates[slot] = 1.0
         shop.rates[2] = 4.0  # the way to it begins at 0, which is worth nothing by itself
@@ -281,8 +288,7 @@ def test_what_a_chain_hangs_on_does_not_go_for_it() -> None:
 
 def test_bytes_a_second_are_limited_and_saved_up_for_a_burst() -> None:
     drive = known(bytes_per_s=1.0, burst_s=3.0)
-    for one in (drive.fast, drive.slow):
-        one.enqueue(0, 1, array([0, 1, 2, 3]) if one is drive.fast else [0, 1, 2, 3])
+    drive.enqueue(1, [0, 1, 2, 3])
     assert planned(drive) == []
     drive.now = 100 * S
     assert planned(drive) == [(QUEUE, [0, 1, 2], [])]
@@ -291,23 +297,13 @@ def test_bytes_a_second_are_limited_and_saved_up_for_a_burst() -> None:
     assert planned(drive) == [(QUEUE, [3], [])]
 
 
-def clear(drive: Drive) -> None:
-    """Everything leaves the place."""
-    for shop in drive.shops:
-        shop.place.clear()
-        shop.here.clear()
-    drive.fast.left(drive.now, np.arange(len(PARENTS)))
-    drive.slow.left(drive.now, list(range(len(PARENTS))))
-
-
 def test_a_request_that_ran_or_was_called_off_is_not_queued_any_more() -> None:
     for ends in ("serve", "abort"):
         drive = known()
-        for one in (drive.fast, drive.slow):
-            one.enqueue(0, 1, array([0, 1]) if one is drive.fast else [0, 1])
+        drive.enqueue(1, [0, 1])
         if ends == "serve":
             drive.serve(1, 1)
-            clear(drive)
+            drive.clear()
         else:
             drive.fast.abort(0, 1)
             drive.slow.abort(0, 1)
@@ -319,11 +315,9 @@ def test_what_is_hinted_waits_for_its_time_whatever_was_learned() -> None:
     drive.fast.credit.probes = drive.slow.probes = 9.0
     for shop in drive.shops:
         shop.rates[1] = 4.0
-    for one in (drive.fast, drive.slow):
-        one.hint(0, array([0, 1]) if one is drive.fast else [0, 1], 100 * S, 0.1)
+    drive.hint([0, 1], 100 * S, 0.1)
     assert planned(drive) == []
-    for one in (drive.fast, drive.slow):
-        one.hint(0, array([0, 1]) if one is drive.fast else [0, 1], NEVER_NS, 0.1)
+    drive.hint([0, 1], NEVER_NS, 0.1)
     drive.now = 2 * S
     assert planned(drive) == [(LEARNED, [0, 1], [])], "the policy should know that it is over"
 
@@ -331,16 +325,15 @@ def test_what_is_hinted_waits_for_its_time_whatever_was_learned() -> None:
 def test_what_is_on_its_way_is_not_brought_twice_and_counts_when_it_is_waited_for() -> None:
     drive = known()
     for request, tip in ((1, [0, 1]), (2, [0, 1, 2])):
-        drive.fast.enqueue(0, request, array(tip))
-        drive.slow.enqueue(0, request, tip)
+        drive.enqueue(request, tip)
         drive.plan(at_once=False)
     assert [f.slots.tolist() for f in drive.fetches] == [[0, 1], [2]]
-    drive.fast.accessed(0, array([0, 1]), 0, 0, 1)
+    drive.fast.accessed(0, ids(0, 1), 0, 0, 1)
     drive.slow.accessed(0, [0, 1], 0, 0, 1)
     assert drive.fast.used_bytes[QUEUE] == 2
     drive.land([0, 1, 2])
     drive.compare()
-    clear(drive)
+    drive.clear()
     assert drive.fast.wasted_bytes[QUEUE] == 1
     drive.compare()
 
@@ -349,8 +342,7 @@ def test_what_a_prefetch_pushed_out_and_somebody_asks_for_is_displaced_unless_lo
     for late in (False, True):
         drive = known(capacity=3, unproven=1.0)
         drive.serve(2, 0)
-        for one in (drive.fast, drive.slow):
-            one.enqueue(0, 1, array([6, 7]) if one is drive.fast else [6, 7])
+        drive.enqueue(1, [6, 7])
         assert planned(drive) == [(QUEUE, [6, 7], [2, 1])]
         drive.now += 21 * S if late else S
         drive.serve(2, 2)
@@ -361,12 +353,11 @@ def test_what_a_prefetch_pushed_out_and_somebody_asks_for_is_displaced_unless_lo
 def test_the_horizon_of_a_block_that_was_brought_again_begins_again() -> None:
     drive = known()
     for request in (1, 2):
-        for one in (drive.fast, drive.slow):
-            one.enqueue(drive.now, request, array([0, 1]) if one is drive.fast else [0, 1])
+        drive.enqueue(request, [0, 1])
         assert planned(drive) == [(QUEUE, [0, 1], [])]
         if request == 1:
             drive.now += 15 * S
-            clear(drive)
+            drive.clear()
             drive.compare()
     drive.now += 6 * S  # the first horizon, of 20 seconds, is over
     drive.plan(True)
@@ -376,8 +367,7 @@ def test_the_horizon_of_a_block_that_was_brought_again_begins_again() -> None:
 
 def test_a_hint_is_followed_in_time_and_not_before() -> None:
     drive = known(slack_s=1.0, early=1.0)
-    for one in (drive.fast, drive.slow):
-        one.hint(0, array([0, 1]) if one is drive.fast else [0, 1], 100 * S, 0.5)
+    drive.hint([0, 1], 100 * S, 0.5)
     start = round(100 * S * math.exp(-0.5)) - S
     drive.now = start - 1
     assert planned(drive) == []
@@ -392,11 +382,11 @@ def test_a_slow_place_below_is_asked_earlier() -> None:
     prefetcher = Prefetcher(8, rates=rates, guard=patient(), slack_s=1e-3)
     shop = Shop(PARENTS, 8)
     shop.known |= {0, 1}
-    prefetcher.hint(0, array([0]), 0)
+    prefetcher.hint(0, ids(0), 0)
     for fetch in prefetcher.plan(0, shop, shop):  # so that it knows what a block weighs
         prefetcher.landed(0, fetch.slots)
         shop.insert(0, fetch.slots, NO_SLOTS)
-    prefetcher.hint(0, array([0, 1]), 100 * S, 1e-9)
+    prefetcher.hint(0, ids(0, 1), 100 * S, 1e-9)
     start = 100 * S - round((1e-3 + 2 * 5.0) * 1e9)
     assert prefetcher.due_ns(start - S // 2) <= start
     assert not list(prefetcher.plan(start - S, shop, shop))
@@ -404,10 +394,8 @@ def test_a_slow_place_below_is_asked_earlier() -> None:
 
 
 def test_learned_prefetches_that_are_never_used_cost_a_share_of_the_demand_at_most() -> None:
-    drive = Drive(8, probe_share=0.25, unproven=1.0)
-    demanded = 0
+    drive, demanded = known(probe_share=0.25, unproven=1.0), 0
     for shop in drive.shops:
-        shop.known |= set(range(len(PARENTS)))
         shop.rates[8] = 4.0
     for turn in range(200):
         drive.now += S
@@ -416,27 +404,20 @@ def test_learned_prefetches_that_are_never_used_cost_a_share_of_the_demand_at_mo
         demanded += 4
         drive.serve([3, 5][turn % 2], 0)
         assert drive.slow.probes <= before + 1
-        for shop in drive.shops:
-            shop.place.clear(), shop.here.clear()
-        drive.fast.left(drive.now, np.arange(len(PARENTS)))
-        drive.slow.left(drive.now, list(range(len(PARENTS))))
+        drive.clear()
     brought = drive.fast.fetched_bytes[LEARNED]
     assert 0 < brought <= 0.25 * demanded and drive.fast.precision(LEARNED) == 0.0
 
 
 def test_learned_prefetches_that_are_right_pay_for_more() -> None:
-    drive = Drive(8, probe_share=0.02, unproven=1.0)
+    drive = known(probe_share=0.02, unproven=1.0)
     for shop in drive.shops:
-        shop.known |= set(range(len(PARENTS)))
         shop.rates[3] = 4.0
     for _ in range(100):
         drive.now += S
         drive.plan(True)
         drive.serve(3, 0)
-        for shop in drive.shops:
-            shop.place.clear(), shop.here.clear()
-        drive.fast.left(drive.now, np.arange(len(PARENTS)))
-        drive.slow.left(drive.now, list(range(len(PARENTS))))
+        drive.clear()
     assert drive.fast.precision(LEARNED) == 1.0
     assert drive.fast.fetched_bytes[LEARNED] > 100
 
@@ -459,7 +440,7 @@ def test_the_guard_stops_everything() -> None:
     guard = RegretGuard(trial_bytes=1, rest_s=10.0)
     prefetcher, shop = Prefetcher(8, guard=guard), Shop(PARENTS, 8)
     shop.known |= {0}
-    prefetcher.enqueue(0, 1, array([0]))
+    prefetcher.enqueue(0, 1, ids(0))
     guard.wasted(0, 10)
     assert not list(prefetcher.plan(0, shop, shop))
     assert len(list(prefetcher.plan(10 * S, shop, shop))) == 1
@@ -471,7 +452,7 @@ def test_what_a_markov_chain_expects_comes_until_its_slot_names_another_block() 
     shop.known |= set(range(9))
     for turn in range(40):
         now, slot = turn * S, turn % 3
-        prefetcher.accessed(now, array([slot]), 0, 4)
+        prefetcher.accessed(now, ids(slot), 0, 4)
         assert prefetcher.due_ns(now) == now + 1, "a use changes what is expected"
         for fetch in prefetcher.plan(now, shop, shop):
             assert fetch.kind == LEARNED and fetch.rate < 1.0 + 1 / 4 + 1e-9
@@ -479,8 +460,8 @@ def test_what_a_markov_chain_expects_comes_until_its_slot_names_another_block() 
             prefetcher.failed(now, fetch.slots)
         assert prefetcher.due_ns(now) > now + 1
     assert prefetcher.fetched_bytes[LEARNED] > 3
-    prefetcher.forget(array([0, 1, 2]))
-    prefetcher.accessed(40 * S, array([0]), 0, 4)
+    prefetcher.forget(ids(0, 1, 2))
+    prefetcher.accessed(40 * S, ids(0), 0, 4)
     brought = [fetch.slots.tolist() for fetch in prefetcher.plan(40 * S, shop, shop)]
     assert not {1, 2} & {slot for slots in brought for slot in slots}, "these are other blocks now"
 

@@ -26,13 +26,10 @@ from tests.inside import (
     machine_code,
     warming_module,
 )
+from tests.policy.slots import ids
 
 SECOND = 10**9
 LEASES = ["", "", "", "one_shot", Lease(20.0), Lease(math.inf, 30.0)]
-
-
-def slots(*numbers: int) -> Any:
-    return np.array(numbers, np.int64)
 
 
 class Traffic:
@@ -141,7 +138,7 @@ def test_leases_that_differ_each_time_take_no_more_memory() -> None:
     for now in range(500):
         rank = 90 if now == 7 else 50
         lease = Lease(rank=rank, rank_s=60.0 + now)
-        stand_in.insert(now, slots(0), slots(-1), lease=lease if now else "")
+        stand_in.insert(now, ids(0), ids(-1), lease=lease if now else "")
     renewals = stand_in._order[0].renewals
     assert renewals is not None and len(renewals) <= 16
     assert Lease(rank=90, rank_s=67.0) in renewals and Lease(rank=50, rank_s=559.0) in renewals
@@ -157,50 +154,50 @@ def test_without_code_no_call_reaches_the_policy() -> None:
     traffic.request(1, 1, 3, "")
     assert len(asked) == 1
     policy.complete(traffic.now, 1, stop=2)
-    policy.hint(traffic.now, slots(1), SECOND)
-    policy.enqueue(traffic.now, 9, slots(1))
+    policy.hint(traffic.now, ids(1), SECOND)
+    policy.enqueue(traffic.now, 9, ids(1))
     assert policy.wanted(traffic.now, 2)[0].size == 0
     assert policy.displace(traffic.now, 1, 0.5).size == 0
     assert policy.displace(traffic.now, 1, math.inf).tolist() == [32]
-    assert policy.admit(traffic.now, slots(1, 2)).all() and policy.save_model() == b""
-    policy.forget(slots(32))
+    assert policy.admit(traffic.now, ids(1, 2)).all() and policy.save_model() == b""
+    policy.forget(ids(32))
     assert policy.plain and policy.digest() != Stuck().digest()
 
 
 def test_the_first_choice_has_the_code_loaded() -> None:
     asked: list[int] = []
     policy = Warming(Stuck(), lambda: bool(asked.append(1)))
-    policy.insert(0, slots(1), slots(-1))
+    policy.insert(0, ids(1), ids(-1))
     assert policy.evict(1, 1).tolist() == [1] and len(asked) == 1
     assert policy.evict(2, 1) is None
 
 
 def test_the_switch_is_one_and_comes_with_a_request() -> None:
     policy = Warming(HazardIndex(), lambda: True)
-    policy.insert(0, slots(0, 1), slots(-1, 0))
-    policy.enqueue(1, 5, slots(0, 1))
-    policy.pin(slots(3, 3))
+    policy.insert(0, ids(0, 1), ids(-1, 0))
+    policy.enqueue(1, 5, ids(0, 1))
+    policy.pin(ids(3, 3))
     for n in range(2, FEW_VISITS + 1):
-        policy.access(n * SECOND, slots(0, 1), Visit(100 + n))
+        policy.access(n * SECOND, ids(0, 1), Visit(100 + n))
         assert policy.plain and len(policy.policy) == 0
     assert policy.weakest(FEW_VISITS * SECOND) == 1 and policy.plain
-    policy.access((FEW_VISITS + 1) * SECOND, slots(0), Visit(40))
+    policy.access((FEW_VISITS + 1) * SECOND, ids(0), Visit(40))
     assert not policy.plain and list(policy.policy.resident()) == [0, 1] == policy.resident()
     assert policy.insert == policy.policy.insert and policy.policy._queued.keys() == {5}
-    policy.insert((FEW_VISITS + 1) * SECOND, slots(3), slots(-1))
+    policy.insert((FEW_VISITS + 1) * SECOND, ids(3), ids(-1))
     assert policy.evict((FEW_VISITS + 2) * SECOND, 3) is None, "3 is pinned, twice"
-    policy.unpin(slots(3))
+    policy.unpin(ids(3))
     assert policy.evict((FEW_VISITS + 2) * SECOND, 3) is None
-    policy.unpin(slots(3))
+    policy.unpin(ids(3))
     assert sorted(policy.evict((FEW_VISITS + 2) * SECOND, 3)) == [0, 1, 3]
 
 
 def test_what_is_wrong_is_said_at_once() -> None:
     for wrong in (
-        lambda p: p.insert(0, slots(1), slots()),
-        lambda p: p.insert(0, slots(-1), slots(-1)),
-        lambda p: p.insert(0, slots(1), slots(-1), tenant=-1),
-        lambda p: p.insert(0, slots(1), slots(-1), lease="unheard of"),
+        lambda p: p.insert(0, ids(1), ids()),
+        lambda p: p.insert(0, ids(-1), ids(-1)),
+        lambda p: p.insert(0, ids(1), ids(-1), tenant=-1),
+        lambda p: p.insert(0, ids(1), ids(-1), lease="unheard of"),
         lambda p: p.evict(0, -1),
         lambda p: p.load_model(b"nothing"),
     ):
@@ -211,14 +208,14 @@ def test_what_is_wrong_is_said_at_once() -> None:
 def test_a_model_that_was_brought_is_kept_and_calls_for_the_code() -> None:
     taught, loaded = HazardIndex(), False
     for n in range(FEW_VISITS):
-        taught.access(n * SECOND, slots(n % 7), Visit(n))
+        taught.access(n * SECOND, ids(n % 7), Visit(n))
     learned = taught.save_model()
     policy = Warming(Hedge(), lambda: loaded)
     policy.load_model(learned)
-    policy.access(0, slots(1), Visit(1))
+    policy.access(0, ids(1), Visit(1))
     assert policy.plain and policy.save_model() == learned
     loaded = True
-    policy.access(1, slots(1), Visit(2))
+    policy.access(1, ids(1), Visit(2))
     assert not policy.plain and policy.save_model() == learned
     lru = Warming(make_policy("lru"), lambda: True)
     lru.load_model(learned)
@@ -299,13 +296,13 @@ def test_without_a_compiler_lru_stays_and_that_is_said_once(
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(threading.Thread, "start", refuse)
-    policy.insert(0, slots(0, 1, 2), slots(-1, 0, 1))
+    policy.insert(0, ids(0, 1, 2), ids(-1, 0, 1))
     assert policy.evict(1, 1).tolist() == [2]
     if how == "crashes":
         first(compilers).end(1)
     code.wait()
     for n in range(FEW_VISITS):
-        policy.access(n + 2, slots(0), Visit(n))
+        policy.access(n + 2, ids(0), Visit(n))
     assert policy.plain and policy.evict(99, 1).tolist() == [1]
     assert len(caplog.records) == 1 and "plain LRU stands in" in caplog.text
 

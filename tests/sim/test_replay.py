@@ -16,6 +16,7 @@ from tests.inside import (
     NEVER_NS,
     ConfigError,
     OnePlace,
+    PlaceStack,
     belady,
     bounds_of,
     hints_of,
@@ -38,15 +39,15 @@ ROW = [
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-@settings(max_examples=12)
+@settings(max_examples=15)
 @given(trace=traces, capacity=st.integers(0, 12))
 def test_a_place_is_the_plain_loop(name, trace, capacity):
-    """Decision by decision: equal hits, and equal digests."""
-    plain, placed = fresh(name, trace), fresh(name, trace)
+    """Decision by decision, over dense numbers and over a ledger with ids and a table."""
+    plain, dense, listed = (fresh(name, trace) for _ in range(3))
     hits = run_through(trace, plain, capacity)
-    course = OnePlace(trace, placed, capacity).replay()
-    assert course.hits.tolist() == hits.tolist()
-    assert plain.digest() == placed.digest()
+    for place in (OnePlace(trace, dense, capacity), PlaceStack(trace, [listed], [capacity])):
+        assert place.replay().hits.tolist() == hits.tolist()
+    assert plain.digest() == dense.digest() == listed.digest()
 
 
 @settings(max_examples=15)

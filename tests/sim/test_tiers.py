@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.policy import CATALOGUE, make_policy
+from flowkv.policy import make_policy
 from flowkv.sim import generate, replay
 from tests.inside import (
     HARDWARE,
@@ -24,19 +24,7 @@ from tests.inside import (
     tier_from,
 )
 from tests.inside import hardware_CODECS as CODECS
-from tests.sim.stories import fresh, run_through, told, traces
-
-
-@pytest.mark.parametrize("name", CATALOGUE)
-@settings(max_examples=15)
-@given(trace=traces, capacity=st.integers(0, 12))
-def test_one_place_is_the_plain_loop(name, trace, capacity):
-    """The ledger, with ids and a table, decides what the loop over dense numbers decides."""
-    plain, placed = fresh(name, trace), fresh(name, trace)
-    hits = run_through(trace, plain, capacity)
-    course = PlaceStack(trace, [placed], [capacity]).replay()
-    assert course.hits.tolist() == hits.tolist()
-    assert plain.digest() == placed.digest()
+from tests.sim.stories import run_through, told, traces
 
 
 @settings(max_examples=15)
