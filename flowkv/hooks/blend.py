@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from flowkv import kernels
 from flowkv.cache.block_table import Planner
+from flowkv.cache.erasure import forget_prompt
 from flowkv.cache.kv import KV, count_tokens, plan
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import CURRENT, Step
@@ -245,18 +246,19 @@ class Blender:
                 self.forward(step, torch.tensor([int(step.counts[0]) - 1]))
 
     def unlearn(self, tokens: Any, tenant: str | None) -> int:
-        """Erase a document with these tokens, if there is one, and stop looking for it.
+        """Erase a document with these tokens, also of a former process; stop looking for it.
 
         Returns:
             Number of erased blocks.
         """
         document = as_tokens(tokens)
         near = self._known.get(document[:LEAST_TOKENS].tobytes(), [])
-        for place, one in enumerate(near):
-            if np.array_equal(one, document):
-                del near[place]
-                return self.kv.forget(self._stored(document), tenant=tenant)
-        return 0
+        near[:] = [one for one in near if not np.array_equal(one, document)]
+        with self.kv._probe(self._stored(document), tenant, ()) as seq:
+            for one in self.kv._open.values():  # such as one that computes it
+                same = one.tenant == seq.tenant and np.array_equal(one.tokens, seq.tokens)
+                one.publishable &= not same
+            return forget_prompt(Planner.of(seq).store, seq)
 
     def note(self, document: Tokens) -> None:
         """Look for a document from now on."""

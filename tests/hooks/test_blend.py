@@ -418,6 +418,19 @@ class TestWhatGoesWrong:
             last(model, PROMPT[5:])
             assert kv.stats()["blend"]["documents"] == 2
 
+    def test_a_document_is_forgotten_by_each_tenant_and_of_former_processes(
+        self, tmp_path: Path
+    ) -> None:
+        model, document, disk = models.causal("llama"), LISTS[0], f"{tmp_path / 'kv'}:64MiB"
+        with blending(model, 0.15, disk=disk) as kv:
+            for tenant in ("ours", "theirs"):
+                kv.learn([document], tenant=tenant)
+            erased = kv.forget(document, tenant="ours")
+            assert erased > 0 and kv.forget(document, tenant="theirs") == erased
+            kv.learn([document])
+        with blending(model, 0.15, disk=disk) as kv:
+            assert kv.forget(document) == erased
+
     def test_what_the_model_computes_otherwise_is_not_learned(self, model: Any) -> None:
         with blending(model) as kv:
             model.train()
