@@ -57,7 +57,6 @@ def test_threads_share_a_cache(pages: int) -> None:
     for tenant in ("tenant 0", "tenant 1"):
         kv.forget(tenant=tenant)
     audit_empty(kv)
-    kv.close()
 
 
 def test_steps_belong_to_their_threads() -> None:
@@ -78,7 +77,6 @@ def test_steps_belong_to_their_threads() -> None:
 
     together(one, other)
     check_content(kv, seq, [1] * 9)
-    audit(kv)
 
 
 def test_a_finalizer_may_close_a_sequence_at_any_moment() -> None:
@@ -126,7 +124,6 @@ def test_a_finalizer_may_close_a_sequence_at_any_moment() -> None:
         gc.set_threshold(*threshold)
     gc.collect()
     assert kv.stats()["sequences"] == 0
-    audit(kv)
 
 
 def test_closing_the_cache_while_others_work() -> None:
