@@ -150,6 +150,10 @@ class TestTheModel:
         with pytest.raises(ConfigError, match=r"flowkv\.KV\(geometry\)"):
             flowkv.attach(torch.nn.Linear(2, 2))
 
+    def test_has_a_revision_in_text(self) -> None:
+        with pytest.raises(ConfigError, match=r"revision=3\. Use text"):
+            flowkv.attach(models.causal("llama"), revision=3)  # type: ignore[arg-type]
+
     def test_without_keys_and_values_keeps_its_own_cache(self) -> None:
         config = transformers.MambaConfig(
             **models.SMALL | dict(num_hidden_layers=2), state_size=8, time_step_rank=4
