@@ -286,7 +286,7 @@ class Loaded(NamedTuple):
         known: Frames that were known before.
         foreign: Refused frames of another model, geometry, page size or codec.
         damaged: Refused frames that differ from the written ones.
-        no_room: Frames that neither the device nor a tier had room for; tails without a lasting tier.
+        no_room: Frames without room on device and tiers, and tails without a lasting tier.
     """
 
     frames: int

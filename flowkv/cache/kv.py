@@ -1168,7 +1168,8 @@ class KV:
             StoreError: The file cannot be written.
         """
         self._prove()
-        store, blocks = self._bound().store, dict[int, Any]()
+        planner, blocks = self._bound(), dict[int, Any]()
+        store = planner.store
         if tokens is None:
             with self._probe((), tenant, salts) as seq:
                 mine = erasure.Realm(seq.tenant, seq.namespace)
@@ -1177,7 +1178,7 @@ class KV:
         for prompt in () if tokens is None else _prompts(tokens):
             with self._probe(prompt, tenant, salts) as seq:
                 known = [*self.restorer.known_blocks(seq), *self.snapshots.known_states(seq)]
-                planner, end = self.planner, len(seq.tokens)
+                end = len(seq.tokens)
                 for stop in {end, max(0, end - 1)}:  # the last token of a prompt must run
                     known += planner.tails.stored(seq, stop // planner.page_size, stop)
                 blocks |= {id(block): block for block in known}

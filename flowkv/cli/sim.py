@@ -192,7 +192,8 @@ def _policy(text: str) -> tuple[str, Any]:
         make_policy(maker())
     except Exception as error:
         remedy = "Write the path of a Python file and a class in it, such as mine.py:Sieve"
-        raise ConfigError(f"policy {text} cannot be made ({error!r})", remedy) from error
+        cause = f"it has no {name}" if error.args == (name,) else repr(error)
+        raise ConfigError(f"policy {text} cannot be made ({cause})", remedy) from error
     return name, maker
 
 

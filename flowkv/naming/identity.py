@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from flowkv.cache.kv import KV, drop_unproven
-from flowkv.core.errors import UnsupportedModelError
+from flowkv.core.errors import ConfigError, UnsupportedModelError
 from flowkv.core.keys import Namespace
 from flowkv.core.reaper import begin
 from flowkv.naming.computation import Walk, transformers
@@ -68,6 +68,8 @@ class Identity:
     """
 
     def __init__(self, model: Any, name: str = "", revision: str = "") -> None:
+        if not isinstance(revision, str):
+            raise ConfigError(f"revision={revision!r}", "Use text")
         self._name, self._revision, self._first_weights = name, revision, ""
         self._moving, self._moved = "", set[str]()
         self._offloaded: dict[Any, tuple[Any, str]] = {}

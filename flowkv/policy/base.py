@@ -370,7 +370,7 @@ def configure(kind: type[C], name: str, options: Mapping[str, object]) -> C:
         problem = str(error).replace("`", "'").replace(" - at '$.", " - in '")
     fields = ", ".join(field.name for field in msgspec.structs.fields(kind))
     raise ConfigError(
-        f"policy {name!r}: {problem}",
+        f"options of {name!r}: {problem}",
         f"Its fields are {fields}; see {kind.__name__}" if fields else "Pass no options",
     )
 

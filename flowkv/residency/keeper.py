@@ -210,9 +210,8 @@ class Keeper(Closing):
     ) -> None:
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) < len(names):
-            raise ConfigError(
-                f"a keeper cannot have the tiers {names}", "Pass one or more, of distinct names"
-            )
+            problem = f"a keeper cannot have the tiers {names}"
+            raise ConfigError(problem, "Name one or more of host, disk or remote, each once")
         self.name, self.bus = " > ".join(names), bus or Bus()
         self.counts: Counter[str] = Counter()
         self.on_evicted: Callable[[list[bytes]], object] = lambda keys: None

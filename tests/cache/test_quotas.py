@@ -130,7 +130,7 @@ def test_time_to_live_is_told_place_by_place() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"policy": "lru:tau=1"}, "policy 'lru'"),
+        ({"policy": "lru:tau=1"}, "options of 'lru'"),
         ({"policy": "lfu-ttl", "policy_options": {"tau": 1}}, "unknown field 'tau'"),
         ({"policy": "lfu-ttl", "policy_options": {"gpu": {"tau_s": -1}}}, "tau_s"),
         ({"policy_options": {"device": {"tau_s": 1}}}, "Did you mean 'gpu'"),

@@ -154,6 +154,10 @@ class TestTheModel:
         with pytest.raises(ConfigError, match=r"flowkv\.KV\(geometry\)"):
             flowkv.attach(torch.nn.Linear(2, 2))
 
+    def test_has_a_revision_in_text(self) -> None:
+        with pytest.raises(ConfigError, match=r"revision=3\. Use text"):
+            flowkv.attach(models.causal("llama"), revision=3)  # type: ignore[arg-type]
+
     def test_without_keys_and_values_keeps_its_own_cache(self) -> None:
         model, ids = mamba(), models.prompt(20)
         theirs = answer(model, ids)

@@ -541,6 +541,8 @@ def test_what_cannot_be_named_is_refused() -> None:
         pytest.raises(UnsupportedModelError, match="an input"),
     ):
         remembered(object())
+    with pytest.raises(ConfigError, match="of host, disk or remote"):
+        flowkv.memo(Encoder(), places="gpu:16MiB")
     with remember(Encoder()) as remembered, pytest.raises(ConfigError, match="batch="):
         remembered(rows(1, 2), mask=torch.ones(3))
     with (
