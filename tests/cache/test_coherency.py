@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from flowkv import KV
+from flowkv.testing import MemoryTier
 from flowkv.tiers.shared import SharedTier
-from tests.cache.fakes import Silent, Wrapped
+from tests.cache.fakes import Deferred, Silent, Wrapped
 from tests.cache.toy import (
     PAGE,
     advance,
@@ -159,6 +160,17 @@ def test_other_prompts_and_tenants_stay(two: tuple[KV, KV]) -> None:
     assert b.metrics.total("forgotten_blocks_total") == 6
 
 
+def test_a_continuation_that_only_the_other_cache_has_is_dropped(two: tuple[KV, KV]) -> None:
+    a, b = two
+    published(a, P)
+    a.flush()
+    seq = opened(b, P + Q)
+    seq.close()
+    assert reused(b, P + Q) == 48
+    a.forget(P)
+    assert reused(b, P + Q) == 0
+
+
 @pytest.mark.parametrize("tokens", [20, 5])
 def test_of_an_unfilled_page_all_continuations_are_dropped(two: tuple[KV, KV], tokens: int) -> None:
     """Whoever else knows the page before does not know how it goes on: tails, too."""
@@ -233,6 +245,34 @@ def test_a_restore_that_goes_on_is_not_known_to_others(tmp_path: Path) -> None:
     tier.speak()
 
 
+def test_a_load_that_is_under_way_is_not_followed_by_later_ones(tmp_path: Path) -> None:
+    """It may bring what was there before, under a name that is in use again."""
+    log, frames = tmp_path / "erased", MemoryTier(name="pool")
+    tier = Silent(frames, kind="disk", shared=True, erasure_log=log)
+    other = ErasureLog(log)
+    writer = kv_over(Wrapped(frames, kind="disk"))
+    b = kv_over(tier)
+    published(writer, P)
+    writer.flush()
+    old = b.prefetch(P)
+    b.planner.store.writes.drain()
+    assert tier.loads == 1
+    keys = list(frames.frames)
+    writer.forget(P)
+    with other.erasing():
+        other.publish(keys)
+    published(writer, P)
+    writer.flush()
+    new = b.prefetch(P)
+    b.planner.store.writes.drain()
+    assert new.left == 3 and b.planner.store.stack.mover.lanes[0].schedule.joined == 0
+    tier.speak()
+    old.cancel()
+    new.cancel()
+    writer.close()
+    b.close()
+
+
 # ---- stores that begin, go on or end while others erase
 
 
@@ -297,6 +337,26 @@ def test_a_step_hears_of_it_where_nobody_opens_prompts(tmp_path: Path) -> None:
     b.planner.store.writes.drain()
     assert not stack.erasure_logs.behind and len(list(stack.tiers[0].scan())) == 2
     seq.close()
+
+
+def test_a_store_that_ends_late_is_taken_back(tmp_path: Path) -> None:
+    """Of a tier that answers later, such as a directory whose owner heard of it meanwhile."""
+    log, frames = tmp_path / "erased", MemoryTier(name="pool")
+    tier = Deferred(frames, kind="disk", erasure_log=log)
+    b = kv_over(tier)
+    other = ErasureLog(log)
+    published(b, P)
+    b.planner.store.writes.drain()
+    assert tier.waiting == 3
+    (first, *_) = b.planner.store.index
+    with other.erasing():
+        other.publish(keys=[first.key])
+    assert reused(b, P) == 0
+    tier.work()
+    b.planner.store.writes.drain()
+    assert not frames.frames
+    assert reused(b, P) == 0
+    b.close()
 
 
 # ---- who may only read

@@ -228,6 +228,18 @@ def resumed(world: World) -> None:
     world.seen.ask(b, "a")
 
 
+def looked_up(world: World) -> None:
+    """By other ways than `open`."""
+    a, b = world.shared()
+    world.seen.forget(a, "a")
+    assert b.warm(PROMPTS["a"]) == 0, "warm"
+    world.seen.ask(a, "a", known=False)
+    a.flush()
+    assert world.seen.ask(b, "a") == 2
+    world.seen.forget(a, "a")
+    assert b.explain([*PROMPTS["a"], 0]).known == 0, "explain"
+
+
 def store_that_waits(world: World) -> None:
     """Its bytes were given to the lane before; it is sent after."""
     a, b = world.cache(), world.cache()
@@ -758,7 +770,7 @@ def reads_from_old_stores(patch: Patch) -> None:
 
 STORIES = sorted(
     {story for story, _ in MUTANTS.values()}
-    | {open_sequence, half_open_sequence, only_the_end, log_read_while_it_is_written},
+    | {open_sequence, half_open_sequence, looked_up, only_the_end, log_read_while_it_is_written},
     key=str,
 )
 

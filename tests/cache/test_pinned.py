@@ -1229,6 +1229,32 @@ def test_lent_memory_that_is_checked_late_is_not_used(monkeypatch: pytest.Monkey
     close(kv, copies)
 
 
+@pytest.mark.parametrize("moment", ["before", "while"])
+def test_damaged_memory_of_the_host_tier_is_not_used(moment: str) -> None:
+    """A bit flips in the slots before a page is asked for, or once it is lent."""
+    kv = make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
+    (copies,) = behind_a_bus(kv)
+    tier, texts = kv.planner.store.stack.tiers[0], flushed(kv, 8)
+    lend, spoilt = tier.lend_all, set[bytes]()
+
+    def spoil(keys: list[bytes], *part: int) -> Any:
+        every = lend(keys, *part)
+        for key, lent in zip(keys, every, strict=True):
+            if lent is not None and key[0] % 3 == 0 and key not in spoilt:
+                spoilt.add(key)
+                lent[key[1]] ^= 1 << key[2] % 8
+        return every
+
+    if moment == "while":
+        tier.lend_all = spoil
+    else:
+        spoil(list(tier._frames), 0, 0)
+    opened_and_published(kv, texts)
+    assert 0 < tier.corrupt <= len(spoilt)
+    audit(kv)
+    close(kv, copies)
+
+
 def test_pages_that_are_erased_while_they_come_stay_as_they_are() -> None:
     """What a sequence was given is not overwritten before it has been copied up."""
     kv = make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
