@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -32,3 +33,23 @@ def wait_for(
     while not condition():
         assert time.monotonic() < end_s, f"not within {within_s} s"
         time.sleep(every_s)
+
+
+def together(*works: Callable[[], object]) -> None:
+    """Runs functions in threads and raises what they raise."""
+    problems: list[BaseException] = []
+
+    def guarded(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread is stuck"
+    for problem in problems:
+        raise problem

@@ -62,7 +62,6 @@ def test_a_page_that_one_request_used_leaves_memory_unwritten() -> None:
         published(kv, prompt)
     kv.flush()
     assert len(disk.frames) == 9 and reused(kv, P) == 24
-    audit(kv)
 
 
 def test_pages_go_from_host_memory_to_the_disk_after_two_uses() -> None:
@@ -165,7 +164,6 @@ def test_pages_that_wait_to_be_written_are_not_declined() -> None:
         published(kv, Q)
     assert kv.flush() and kv.stats()["tiers"]["lasting"]["declined"] == 0
     assert len(disk.frames) == 3 and reused(kv, P) == 24
-    audit(kv)
 
 
 def test_flush_is_content_with_pages_that_the_next_disk_has() -> None:
@@ -177,7 +175,6 @@ def test_flush_is_content_with_pages_that_the_next_disk_has() -> None:
             kv.planner.store.writes.drain()
     assert len(second.frames) >= 3
     assert kv.flush() and not kv.stats()["tiers"]["first"]["dropped"]
-    audit(kv)
 
 
 def test_a_declined_page_is_asked_once_and_goes_to_no_other_lasting_tier() -> None:

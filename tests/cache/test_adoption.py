@@ -72,7 +72,6 @@ def test_what_is_used_here_stays_before_what_nobody_uses() -> None:
     kv.pin(P)
     published(kv, Q)
     assert kv.flush() and mine <= set(memory.frames) and len(memory.frames) == 10
-    audit(kv)
 
 
 def test_the_work_is_bounded() -> None:
@@ -101,7 +100,6 @@ def test_after_a_restart_the_oldest_prompt_goes_first() -> None:
     again.flush()
     known = [again.explain([*prompt, 0]).known for prompt in (P, Q, [3] * 24)]
     assert known == [8, 24, 24], "and of it, the end"
-    audit(again)
 
 
 def test_a_tier_of_our_own_has_nothing_to_adopt() -> None:
@@ -115,7 +113,6 @@ def test_a_tier_of_our_own_has_nothing_to_adopt() -> None:
     published(kv, Q)
     kv.flush()
     assert kv.planner.store.stack.listing.adopt(0) == 0
-    audit(kv)
 
 
 def test_a_second_cache_writes_once_the_first_is_closed(tmp_path: Path) -> None:
@@ -238,7 +235,6 @@ def test_what_any_cache_of_the_process_uses_is_in_use(tmp_path: Path) -> None:
     assert tier.in_use(mine.namespace) and tier.in_use(beside.namespace)
     beside.close()
     assert tier.in_use(mine.namespace) and not tier.in_use(beside.namespace)
-    mine.close()
 
 
 def test_a_frame_of_this_model_is_never_taken_for_a_stranger(tmp_path: Path) -> None:

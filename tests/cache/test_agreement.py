@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.cache.histories import Witness
 from tests.cache.peer import Nursery, Peer, act, cache_over
+from tests.clock import together
 from tests.inside import ErasureLog
 
 PLACES = ["disk", "host", "pool"]
@@ -40,11 +42,7 @@ def test_threads(
         for _, action, name in mine[number // 3 :: 2]:  # two threads for each cache
             act(caches[number % 3], witness, action, name)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, number) for number in range(6)))
     for kv in caches:
         for name in "ab":
             act(kv, witness, "ask", name)

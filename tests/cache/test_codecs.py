@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Sequence as Items
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -31,6 +31,7 @@ from tests.cache.toy import (
     settle,
     write,
 )
+from tests.clock import together
 from tests.inside import (
     CODEC_SHIFT,
     UNKNOWN,
@@ -146,7 +147,6 @@ def test_full_pages_are_encoded_and_hold_what_was_computed(codec: str, dtype: st
     check(kv, seq, tokens, times=1.0 if dtype == "float32" else 1.2)
     again = opened(kv, tokens)
     assert again.reused == len(tokens) - 1 and codecs_of(kv, again)[:5] == worn
-    kv.close()
 
 
 @pytest.mark.parametrize("codec", EVERY)
@@ -161,8 +161,6 @@ def test_recent_pages_stay_raw_and_exact(codec: str) -> None:
     seq.close()
     with kv.open([*tokens, 1, 1]) as again:
         assert "raw" not in codecs_of(kv, again), "what is only cached is small"
-    audit(kv)
-    kv.close()
 
 
 def test_a_long_prompt_is_encoded_once_and_at_once() -> None:
@@ -179,7 +177,6 @@ def test_a_long_prompt_is_encoded_once_and_at_once() -> None:
     (event,) = (e for e in seen if e.group == 0 and e.target == "kv4c")
     assert event.n_bytes == 6 * layout.page_bytes < event.n_bytes_before
     assert kv.stats()["events"]['encoded_pages_total{source="raw",target="kv4c"}'] == 12
-    kv.close()
 
 
 def test_raw_caches_have_nothing_to_do_with_it() -> None:
@@ -189,7 +186,6 @@ def test_raw_caches_have_nothing_to_do_with_it() -> None:
     seq = opened(kv, text(200))
     assert codecs_of(kv, seq) == ["raw"] * 4 and seq.fidelity == 0
     assert kv.stats()["devices"]["cpu"]["compression"] == 1.0
-    kv.close()
 
 
 def test_statistics_tell_bytes_by_codec() -> None:
@@ -200,7 +196,6 @@ def test_statistics_tell_bytes_by_codec() -> None:
     assert 3.1 < device["compression"] < 3.2, "and padding"
     seq.close()
     assert kv.stats()["devices"]["cpu"] == device
-    kv.close()
 
 
 def test_attention_over_encoded_pages_is_that_over_what_they_decode_to() -> None:
@@ -241,7 +236,6 @@ def test_auto_leaves_out_what_a_group_cannot_have() -> None:
     ]
     seq = opened(kv, text(300))
     assert codecs_of(kv, seq) == ["kv8"] * 4 + ["raw"]
-    kv.close()
 
 
 def test_sliding_groups_drop_encoded_pages_too() -> None:
@@ -249,8 +243,6 @@ def test_sliding_groups_drop_encoded_pages_too() -> None:
     seq = opened(kv, text(6 * PAGE))
     assert codecs_of(kv, seq, 1)[:2] == ["", ""] and codecs_of(kv, seq, 1)[-1] == "kv8"
     check(kv, seq, text(6 * PAGE))
-    audit(kv)
-    kv.close()
 
 
 # ---- sharing
@@ -278,7 +270,6 @@ def test_a_page_that_is_shared_is_encoded_for_all(codec: str) -> None:
     check(kv, second, text(2 * PAGE + 9) + [2] * PAGE)
     check(kv, twin, text(2 * PAGE + 5) + [3] * PAGE)
     assert min(seq.fidelity for seq in (first, second, twin)) == CODECS.index(expected)
-    kv.close()
 
 
 def test_what_another_still_needs_raw_is_encoded_when_it_is_gone() -> None:
@@ -289,8 +280,6 @@ def test_what_another_still_needs_raw_is_encoded_when_it_is_gone() -> None:
     assert codecs_of(kv, first) == ["kv8", "raw", "raw"]
     second.close()
     assert codecs_of(kv, first) == ["kv8", "kv8", "raw"]
-    audit(kv)
-    kv.close()
 
 
 def silently(kv: KV, seq: Sequence, count: int) -> None:
@@ -322,8 +311,6 @@ def test_private_pages_are_encoded_for_all_who_forked_them() -> None:
     assert kv.explain(text(3 * PAGE)).known == 3 * PAGE - 1
     with kv.open(text(3 * PAGE)) as again:
         assert codecs_of(kv, again) == ["kv8", "kv8", "raw"] and again.fidelity == 1
-    audit(kv)
-    kv.close()
 
 
 @pytest.mark.parametrize("publisher", [0, 1])
@@ -343,7 +330,6 @@ def test_a_private_page_that_another_fork_published_is_encoded_for_both(publishe
         check(kv, row, text(2 * PAGE))
         row.close()
         audit(kv)
-    kv.close()
 
 
 def test_a_private_page_waits_for_whoever_published_it() -> None:
@@ -360,7 +346,6 @@ def test_a_private_page_waits_for_whoever_published_it() -> None:
     seq.close()
     audit(kv)
     check(kv, twin, text(2 * PAGE))
-    kv.close()
 
 
 def test_computing_what_is_known_already_takes_the_known_page() -> None:
@@ -370,7 +355,6 @@ def test_computing_what_is_known_already_takes_the_known_page() -> None:
     assert codecs_of(kv, seq) == ["kv8", "kv8"] and seq.fidelity == 1
     audit(kv)
     assert kv.stats()["blocks"] == 4
-    kv.close()
 
 
 def test_a_sequence_closed_within_its_step_leaves_encoded_pages() -> None:
@@ -383,7 +367,6 @@ def test_a_sequence_closed_within_its_step_leaves_encoded_pages() -> None:
     with kv.open(text(PAGE + 1)) as again:
         assert codecs_of(kv, again) == ["kv8"]
         check(kv, again, text(PAGE))
-    kv.close()
 
 
 # ---- cutting
@@ -411,8 +394,6 @@ def test_a_sequence_cut_inside_a_sealed_page_goes_on_in_a_raw_copy(
     check(kv, seq, tokens[:100] + [7] * 60, times=2.2)
     if twin is not None:
         check(kv, twin, tokens)
-    audit(kv)
-    kv.close()
 
 
 def test_a_private_page_is_raw_again_before_it_is_written_to() -> None:
@@ -424,8 +405,6 @@ def test_a_private_page_is_raw_again_before_it_is_written_to() -> None:
     silently(kv, seq, 10)
     assert codecs_of(kv, seq) == ["kv8", "raw"]
     check(kv, seq, text(110), times=1.01)
-    audit(kv)
-    kv.close()
 
 
 def test_a_cut_sequence_publishes_its_lineage() -> None:
@@ -439,7 +418,6 @@ def test_a_cut_sequence_publishes_its_lineage() -> None:
         advance(kv, [again], [[1] * PAGE])
         assert codecs_of(kv, again)[2] == "raw"
         assert again.blocks[0][2].fidelity == CODECS.index("kv4c")
-    kv.close()
 
 
 # ---- setting aside
@@ -462,7 +440,6 @@ def test_suspended_sequences_come_back_as_they_were(codec: str) -> None:
     audit(kv)
     advance(kv, [seq], [[1] * PAGE])
     check(kv, seq, [*tokens, *[1] * PAGE])
-    kv.close()
 
 
 # ---- tiers
@@ -491,8 +468,6 @@ def test_pages_leave_and_come_back_encoded(codec: str, place: str, tmp_path: Any
         for g in (0, 1)
         for page in kv.planner.tables.pages[g][seq.row, :5]
     )
-    audit(kv)
-    kv.close()
 
 
 def test_pages_are_written_down_when_they_are_first_encoded() -> None:
@@ -508,7 +483,6 @@ def test_pages_are_written_down_when_they_are_first_encoded() -> None:
     for entry in tier.scan():
         layout = kv.planner.store.forms[entry.info.group].layouts[1]
         assert entry.info.layout == layout.fingerprint() and entry.info.fidelity == 1
-    kv.close()
 
 
 def test_closing_a_cache_writes_down_what_its_open_sequences_leave() -> None:
@@ -535,7 +509,6 @@ def test_a_page_on_its_way_to_a_tier_waits() -> None:
     assert codecs_of(kv, seq) == ["kv4c"] * 3 + ["kv8"]
     audit(kv)
     slow.inner.work()
-    kv.close()
 
 
 def test_a_state_saved_after_a_cut_inside_an_encoded_page_holds_its_tail() -> None:
@@ -552,8 +525,6 @@ def test_a_state_saved_after_a_cut_inside_an_encoded_page_holds_its_tail() -> No
     with kv.open(text(150), state=True) as again:
         assert again.reused == 100
         check(kv, again, text(100), times=1.01)
-    audit(kv)
-    kv.close()
 
 
 def test_a_state_is_as_lossy_as_the_one_that_is_read() -> None:
@@ -567,9 +538,6 @@ def test_a_state_is_as_lossy_as_the_one_that_is_read() -> None:
         kv.flush()
     with exact.open(text(150), state=True) as again:
         assert again.reused == 100 and again.fidelity == 3
-    for kv in (lossy, exact):
-        audit(kv)
-        kv.close()
 
 
 # ---- another run with another codec
@@ -604,8 +572,6 @@ def test_a_reader_takes_what_is_not_lossier_than_itself(writer: str, reader: str
         assert seq.fidelity == 0 and set(codecs_of(kv, seq)) == {"raw"}
     else:
         assert "raw" not in codecs_of(kv, seq)[:4]
-    audit(kv)
-    kv.close()
 
 
 def test_what_is_too_lossy_is_replaced_by_what_is_computed() -> None:
@@ -620,7 +586,6 @@ def test_what_is_too_lossy_is_replaced_by_what_is_computed() -> None:
     with kv.open(text(4 * PAGE + 1)) as again:
         assert again.reused == 4 * PAGE
         check(kv, again, text(4 * PAGE))
-    kv.close()
 
 
 def test_a_state_that_is_too_lossy_is_replaced_by_what_is_computed() -> None:
@@ -636,8 +601,6 @@ def test_a_state_that_is_too_lossy_is_replaced_by_what_is_computed() -> None:
             kv.close()
     with kv.open(text(2 * PAGE + 9), state=True) as again:
         assert again.reused == 2 * PAGE + 5 and again.fidelity == 0
-    audit(kv)
-    kv.close()
 
 
 @pytest.mark.parametrize("exact_first", [False, True])
@@ -652,8 +615,6 @@ def test_of_two_copies_the_exact_one_is_read(exact_first: bool) -> None:
     with kv.open(text(4 * PAGE + 1)) as seq:
         assert seq.reused == 4 * PAGE and seq.fidelity == 0
         check(kv, seq, text(4 * PAGE))
-    audit(kv)
-    kv.close()
 
 
 @pytest.mark.parametrize("codec", ["raw", "kv8", "auto"])
@@ -685,7 +646,6 @@ def test_policies_are_told_the_likely_size_of_what_others_wrote() -> None:
         enter_tier([block], 0, UNKNOWN)
         wanted = store.forms[block.group].layouts[1].page_bytes
         assert store.stack.copies.size(block, 0) == wanted < store.stack.copies.body_bytes(block, 0)
-    kv.close()
 
 
 def test_what_others_stored_first_is_what_is_read_back() -> None:
@@ -703,7 +663,6 @@ def test_what_others_stored_first_is_what_is_read_back() -> None:
     with kv.open(text(4 * PAGE + 1)) as again:
         assert again.reused == 4 * PAGE and codecs_of(kv, again) == ["kv8"] * 4
         check(kv, again, text(4 * PAGE))
-    kv.close()
 
 
 # ---- room
@@ -725,7 +684,6 @@ def test_pages_that_find_no_room_stay_raw_until_there_is_some() -> None:
     assert codecs_of(kv, seq) == ["kv8", "kv8"]
     audit(kv)
     assert pool.used_bytes() == sum(pool.bytes_by_codec().values())
-    kv.close()
 
 
 def test_encoding_makes_room_for_more_sequences() -> None:
@@ -752,7 +710,6 @@ def test_idle_pages_make_way_for_encoded_ones() -> None:
             assert set(codecs_of(kv, seq)) == {"kv8"}
             check(kv, seq, text(3 * PAGE, seed))
         audit(kv)
-    kv.close()
 
 
 def test_pages_of_several_codecs_are_moved_together() -> None:
@@ -766,7 +723,6 @@ def test_pages_of_several_codecs_are_moved_together() -> None:
     audit(kv)
     for seed in range(1, 8, 2):
         check(kv, seqs[seed], text(3 * PAGE + 7 * seed, seed))
-    kv.close()
 
 
 # ---- what cannot be encoded
@@ -806,8 +762,6 @@ def test_what_no_codec_holds_stays_raw_with_one_warning(value: float) -> None:
         with kv.open(text(3 * PAGE)) as again:
             assert again.reused == 3 * PAGE - 1
             assert codecs_of(kv, again, 1) == ["kv8", "raw", "raw"]
-    audit(kv)
-    kv.close()
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e38])
@@ -821,8 +775,6 @@ def test_it_can_be_an_error(value: float) -> None:
     assert seq.length == 3 * PAGE, "what was computed is there"
     audit(kv)
     seq.close()
-    audit(kv)
-    kv.close()
 
 
 def test_a_page_that_is_never_known_is_refused_once() -> None:
@@ -839,8 +791,6 @@ def test_a_page_that_is_never_known_is_refused_once() -> None:
     kv.truncate(seq, PAGE)
     advance(kv, [seq], [text(2 * PAGE, 3)])
     assert codecs_of(kv, seq, 1) == ["kv8"] * 3, "what was computed anew has its turn again"
-    audit(kv)
-    kv.close()
 
 
 def test_a_refusal_at_the_end_keeps_no_other_sequence_from_leaving() -> None:
@@ -855,8 +805,6 @@ def test_a_refusal_at_the_end_keeps_no_other_sequence_from_leaving() -> None:
                 seq.close()
         settle(kv)
     assert not kv._open and len(kv.planner.tables._free) == kv.planner.tables.max_rows
-    audit(kv)
-    kv.close()
 
 
 def test_a_refusal_at_the_end_keeps_no_cache_from_closing() -> None:
@@ -881,7 +829,6 @@ def test_a_page_that_cannot_be_encoded_is_written_down_raw() -> None:
     kv.flush()
     found = sorted((entry.info.group, entry.info.codec) for entry in tier.scan())
     assert found == [(0, 1), (0, 1), (0, 1), (1, 0), (1, 1), (1, 1)]
-    kv.close()
 
 
 # ---- threads
@@ -889,28 +836,17 @@ def test_a_page_that_cannot_be_encoded_is_written_down_raw() -> None:
 
 def test_threads_encode_while_others_step() -> None:
     kv = make("auto", pages=200, warm_tokens=PAGE, max_rows=8)
-    failures: list[BaseException] = []
 
     def work(seed: int) -> None:
-        try:
-            for turn in range(3):
-                tokens = text(2 * PAGE) + text(40 + 30 * seed, seed)
-                seq = kv.open(tokens, reuse=turn > 0)
-                for at in range(seq.length, len(tokens), 17):
-                    advance(kv, [seq], [tokens[at : at + 17]])
-                check(kv, seq, tokens, loosest="kv4c")  # others encode what is shared
-                seq.close()
-        except BaseException as error:
-            failures.append(error)
+        for turn in range(3):
+            tokens = text(2 * PAGE) + text(40 + 30 * seed, seed)
+            seq = kv.open(tokens, reuse=turn > 0)
+            for at in range(seq.length, len(tokens), 17):
+                advance(kv, [seq], [tokens[at : at + 17]])
+            check(kv, seq, tokens, loosest="kv4c")  # others encode what is shared
+            seq.close()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
-    audit(kv)
-    kv.close()
+    together(*(partial(work, seed) for seed in range(1, 5)))
 
 
 def test_a_page_that_a_step_reads_is_left_alone() -> None:
@@ -926,8 +862,6 @@ def test_a_page_that_a_step_reads_is_left_alone() -> None:
     step.rollback()
     advance(kv, [seq], [[2] * PAGE])
     assert codecs_of(kv, seq) == ["kv8"] * 3 + ["raw"] and codecs_of(kv, reader)[1] == "kv8"
-    audit(kv)
-    kv.close()
 
 
 # ---- any order

@@ -13,7 +13,6 @@ import pytest
 from flowkv import KV
 from flowkv.testing import MemoryTier
 from flowkv.tiers.shared import SharedTier
-from tests.cache.audit import audit
 from tests.cache.fakes import Deferred, Silent, Wrapped
 from tests.cache.toy import (
     PAGE,
@@ -70,14 +69,12 @@ def reader() -> Iterator[None]:
 
 
 @pytest.fixture
-def two(place: Callable[[], Any], request: pytest.FixtureRequest) -> Iterator[tuple[KV, KV]]:
+def two(place: Callable[[], Any], request: pytest.FixtureRequest) -> tuple[KV, KV]:
     """Two caches over one place, the second with a host tier of its own; the first may write."""
     a = kv_over(place())
     with reader() if "disk" in request.node.callspec.id else nullcontext():
         b = kv_over("host:1MiB", place())
-    yield a, b
-    a.close()
-    b.close()
+    return a, b
 
 
 # ---- two caches in one process
@@ -90,7 +87,6 @@ def test_another_cache_does_not_answer_from_its_pages(two: tuple[KV, KV], forget
     assert a.flush() and reused(b, P) == 24 and reused(b, P) == 24
     assert forget(a) == 3
     assert reused(b, P) == reused(a, P) == 0
-    audit(b)
 
 
 @pytest.mark.parametrize("place", ["disk"], indirect=True)
@@ -102,7 +98,6 @@ def test_a_model_that_a_command_drops(two: tuple[KV, KV], tmp_path: Path) -> Non
     owner.close()
     assert drop(tmp_path / "kv", "toy").frames == 3
     assert reused(other, P) == 0
-    audit(other)
 
 
 def test_a_log_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +126,6 @@ def test_nor_from_its_private_host_tier(two: tuple[KV, KV], forget: Forget) -> N
     assert b.flush() and len(list(store.stack.tiers[0].scan())) == 3
     forget(a)
     assert reused(b, P) == 0 and not list(store.stack.tiers[0].scan())
-    audit(b)
 
 
 @each_way
@@ -164,7 +158,6 @@ def test_other_prompts_and_tenants_stay(two: tuple[KV, KV]) -> None:
     a.forget(tenant="")
     assert reused(b, Q) == 0 and reused(b, R, tenant="bob") == 24
     assert b.metrics.total("forgotten_blocks_total") == 6
-    audit(b)
 
 
 def test_a_continuation_that_only_the_other_cache_has_is_dropped(two: tuple[KV, KV]) -> None:
@@ -203,7 +196,6 @@ def test_what_was_erased_is_known_again_once_it_is_computed_again(two: tuple[KV,
         assert reused(b, P) == 24
         published(a, P)
         a.flush()
-    audit(b)
 
 
 # ---- sequences that are open, or set aside
@@ -229,7 +221,6 @@ def test_open_sequences_keep_their_pages_and_publish_nothing_more(
     seq.close()
     aside.close()
     assert reused(b, P + Q) == 0
-    audit(b)
 
 
 def test_a_restore_that_goes_on_is_not_known_to_others(tmp_path: Path) -> None:
@@ -252,7 +243,6 @@ def test_a_restore_that_goes_on_is_not_known_to_others(tmp_path: Path) -> None:
     assert reused(b, P) == 0
     a.close()
     tier.speak()
-    b.close()
 
 
 def test_a_load_that_is_under_way_is_not_followed_by_later_ones(tmp_path: Path) -> None:
@@ -301,8 +291,6 @@ def test_a_page_that_waits_to_be_stored_is_not_stored_any_more(tmp_path: Path) -
     assert not list(tier.scan())
     assert b.flush() and not list(tier.scan())
     assert reused(b, P) == reused(a, P) == 0
-    a.close()
-    b.close()
 
 
 def test_nobody_erases_while_somebody_stores(tmp_path: Path) -> None:
@@ -314,8 +302,6 @@ def test_nobody_erases_while_somebody_stores(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=r"is locked by a process .* forget again"):
             a.forget(P)
     assert a.forget(P) == 0
-    a.close()
-    b.close()
 
 
 def test_stores_wait_while_somebody_erases_and_not_for_ever(
@@ -351,8 +337,6 @@ def test_a_step_hears_of_it_where_nobody_opens_prompts(tmp_path: Path) -> None:
     b.planner.store.writes.drain()
     assert not stack.erasure_logs.behind and len(list(stack.tiers[0].scan())) == 2
     seq.close()
-    a.close()
-    b.close()
 
 
 def test_a_store_that_ends_late_is_taken_back(tmp_path: Path) -> None:
@@ -392,8 +376,6 @@ def test_a_reader_cannot_forget_and_the_owner_does_it_for_him(tmp_path: Path) ->
     assert reused(b, P) == 0
     with pytest.raises(StoreError, match="perhaps some of them and can only be read here"):
         b.invalidate()  # what the owner stores just now would stay
-    a.close()
-    b.close()
 
 
 def test_where_nobody_can_be_told_it_says_so(tmp_path: Path) -> None:
@@ -407,7 +389,6 @@ def test_where_nobody_can_be_told_it_says_so(tmp_path: Path) -> None:
     assert reused(a, P) == 0 and not list(a.planner.store.stack.tiers[0].scan())
     log.rmdir()
     assert a.forget(P) == 0
-    a.close()
 
 
 # ---- what it costs
@@ -452,5 +433,3 @@ def test_all_groups_are_dropped(tmp_path: Path, forget: Forget) -> None:
     assert a.flush() and reused(b, P) == 24
     forget(a)
     assert reused(b, P) == 0 and not len(b.planner.store.index)
-    a.close()
-    b.close()

@@ -64,4 +64,3 @@ def test_a_known_prompt_is_found_with_a_few_calls_per_page() -> None:
         opened(kv, text).close()
         counts.append(calls_of(lambda text=text: kv.open(text).close()))
     assert counts[1] < 12 * counts[0] and counts[1] / 500 < 54
-    kv.close()

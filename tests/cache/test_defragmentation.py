@@ -160,7 +160,6 @@ def test_edges_give_slabs_back_and_say_so() -> None:
     audit(kv)
     for seq, known in rows:
         check(kv, seq, known)
-    kv.close()
 
 
 def test_an_edge_copies_no_more_than_allowed() -> None:
@@ -170,7 +169,6 @@ def test_an_edge_copies_no_more_than_allowed() -> None:
     for turn in range(3 * PAGE):
         advance(kv, [rows[0][0]], [[turn % 3]])
     assert events and max(event.n_bytes for event in events) <= page
-    kv.close()
 
 
 def test_nothing_moves_while_another_step_is_under_way() -> None:
@@ -188,7 +186,6 @@ def test_nothing_moves_while_another_step_is_under_way() -> None:
     step.rollback()
     advance(kv, [rows[0][0]], [[1] * PAGE])
     assert events
-    kv.close()
 
 
 def test_nothing_moves_if_it_is_switched_off() -> None:
@@ -199,7 +196,6 @@ def test_nothing_moves_if_it_is_switched_off() -> None:
         advance(kv, [rows[0][0]], [[1] * PAGE])
     assert not seen and not kv.planner.compactor.policies
     assert kv.defragment() > 0 and seen, "on demand it still works"
-    kv.close()
 
 
 def test_room_is_made_by_moving_before_anything_known_is_evicted() -> None:

@@ -315,7 +315,6 @@ def test_pages_of_an_encoder_that_fails_become_free(monkeypatch: pytest.MonkeyPa
     assert {*pool.bytes_by_codec()} == {"kv8"}
     check_content(kv, seq, seq.tokens.tolist(), within=WITHIN)
     seq.close()
-    kv.close()
 
 
 @pytest.mark.gpu
@@ -334,4 +333,3 @@ def test_a_slow_forward_on_a_gpu(codec: str) -> None:
         advance(kv, [seq], [[turn % 50]])
     check_content(kv, seq, seq.tokens.tolist(), within=0.08)
     assert kv.stats()["devices"]["cuda:0"]["compression"] > 1.3
-    kv.close()

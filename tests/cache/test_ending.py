@@ -20,6 +20,11 @@ from tests.cache.toy import evict_all, make_kv, opened, published, simple
 from tests.inside import REAPER, ConfigError, bind, ending, follow
 
 
+@pytest.fixture
+def ended() -> None:
+    """Nothing holds the caches of these tests."""
+
+
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each process of `departing` left."""

@@ -84,7 +84,6 @@ def test_what_was_evicted_before_is_erased_too(disk: str, tmp_path: Path) -> Non
     assert holds(tmp_path, hers) == [True] * 3
     kv.forget(tenant="alice")
     assert holds(tmp_path, hers) == [False] * 3
-    kv.close()
 
 
 @pytest.mark.parametrize("how", ["prompt", "model"])
@@ -97,7 +96,6 @@ def test_prompts_and_models_are_erased_like_tenants(disk: str, tmp_path: Path, h
     assert (kv.forget(P) if how == "prompt" else kv.invalidate()) == (3 if how == "prompt" else 6)
     assert holds(tmp_path, pieces) == [False] * 3
     assert holds(tmp_path, others) == [how == "prompt"] * 3
-    kv.close()
 
 
 def test_an_encrypted_disk_never_holds_plaintext(tmp_path: Path) -> None:
@@ -165,8 +163,6 @@ def test_frames_that_others_wrote_are_erased(tmp_path: Path) -> None:
     with kv.open([*Q, 0], tenant="bob") as seq:
         check_content(kv, seq, Q[: seq.length], tag=2)
         assert seq.reused == 24
-    kv.close()
-    other.close()
 
 
 def test_prompts_that_others_continued_are_erased_with_it() -> None:
@@ -247,7 +243,6 @@ def test_a_disk_that_lost_its_files_proves_nothing(
             "model": kv.invalidate,
         }[how]()
     assert holds(tmp_path, pieces) == [True] * 3 or (harm is _no_slab and not noticed)
-    kv.close()
 
 
 @pytest.mark.parametrize("noticed", [False, True])
@@ -263,7 +258,6 @@ def test_a_disk_that_lost_its_lock_alone_erases_and_proves_it(
         published(kv, Q, tag=2)
         kv.flush()
     assert kv.forget(P) == 3 and holds(tmp_path, pieces) == [False] * 3
-    kv.close()
 
 
 class Stubborn(Wrapped):
@@ -293,8 +287,6 @@ def test_frames_that_others_sent_to_an_engine_are_erased_or_named() -> None:
     kv.planner.store.stack.tiers[0]._breaker = Breaker(SystemClock())
     assert len(engine.objects) == 3 and kv.forget(tenant="") == 3
     assert list(engine.objects) == ["erased"]  # no frame: what tells other nodes
-    for each in (kv, other):
-        each.close()
 
 
 @pytest.mark.parametrize("within", ["load", "listing"])
@@ -311,8 +303,6 @@ def test_frames_that_were_damaged_on_their_way_are_erased_too(within: str) -> No
         with kv.open([*P, 0]) as seq:
             assert seq.reused < 24
     assert kv.forget(tenant="") == 3 and [*engine.objects] == ["erased"]
-    for each in (early, writer, late):
-        each.close()
 
 
 @pytest.mark.parametrize("silent", [False, True])

@@ -98,7 +98,6 @@ def test_conversations_whose_pages_are_known_are_remembered() -> None:
     serve(kv, 340)
     assert len(kv.visits._sessions) > 256
     assert [kv.hint(session, 5.0) for session in kept] == [8] * 40
-    kv.close()
 
 
 @pytest.mark.slow

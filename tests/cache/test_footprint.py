@@ -69,7 +69,6 @@ def test_what_a_sequence_will_take_is_what_it_takes(codec: str, window: int) -> 
         assert footprint.granules(length) == {"cpu": held}
         seq.close()
         kv.invalidate()
-    kv.close()
 
 
 def test_pages_are_those_of_the_usual_length() -> None:
@@ -84,7 +83,6 @@ def test_pages_are_those_of_the_usual_length() -> None:
     for _ in range(80):
         footprint.observe_length(4000)
     assert footprint.total >= long
-    kv.close()
 
 
 @pytest.mark.parametrize("codec", ["raw", "kv8"])
@@ -106,7 +104,6 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(codec: str, chunk: 
     compute(most)
     with pytest.raises(CapacityError):
         compute(most + 2 * PAGE + chunk)
-    kv.close()
 
 
 def test_of_a_prompt_those_pages_count_that_others_use() -> None:
@@ -120,7 +117,6 @@ def test_of_a_prompt_those_pages_count_that_others_use() -> None:
     assert footprint.held(probe, 3) == 2
     seq.close()
     assert footprint.held(probe, 3) == 0  # they are there, and can be had
-    kv.close()
 
 
 def test_pages_on_their_way_count_as_the_row_s() -> None:
@@ -132,4 +128,3 @@ def test_pages_on_their_way_count_as_the_row_s() -> None:
     seq = kv.open(text, wait=False)
     assert seq.restoration is not None and seq.length == 0
     assert Footprint(kv.planner).alone(seq) == 4
-    kv.close()

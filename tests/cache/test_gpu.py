@@ -51,7 +51,6 @@ def test_pages_live_move_and_come_back(tmp_path: Path) -> None:
     with kv.open(TEXT) as again:
         assert again.reused == 56
         check_content(kv, again, TEXT[:56])
-    kv.close()
 
 
 def test_prompts_are_timed_by_the_device() -> None:
@@ -107,4 +106,3 @@ def test_pages_are_encoded_shared_and_come_back(
         prefill(kv, again)
         check_content(kv, again, [1] * 400 + [2] * 101, within=2 * within + slack)
         audit(kv)
-    kv.close()

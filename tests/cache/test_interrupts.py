@@ -70,7 +70,6 @@ def test_a_sequence_dropped_in_a_cycle_ends_what_is_on_its_way() -> None:
     assert not again.restores._active
     assert len(again.planner.tables._free) == again.planner.tables.max_rows
     tier.speak()
-    again.close()
 
 
 def test_a_step_whose_end_never_came_is_rolled_back() -> None:
@@ -85,7 +84,6 @@ def test_a_step_whose_end_never_came_is_rolled_back() -> None:
     check_content(kv, seq, P)
     seq.close()
     interrupts.whole(kv)
-    kv.close()
 
 
 @pytest.mark.slow

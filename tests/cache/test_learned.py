@@ -143,7 +143,6 @@ def test_a_reader_leaves_it_as_it_is(tmp_path: Path) -> None:
     published(reader, [1] * 25)
     reader.close()
     assert (tmp_path / "kv" / "learned").read_bytes() == before
-    owner.close()
 
 
 def test_models_belong_to_a_kind_of_place_and_a_policy(tmp_path: Path) -> None:

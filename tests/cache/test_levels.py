@@ -62,7 +62,6 @@ def test_every_level_is_documented() -> None:
     told = {level.name for level in levels(kv)}
     silent = {name for name in NAMES if name.startswith(("tier_", "device_"))} - told
     assert not silent
-    kv.close()
 
 
 def test_what_was_opened_in_vain_does_not_count_and_counters_do_not_fall() -> None:
@@ -91,13 +90,11 @@ def test_what_was_opened_in_vain_does_not_count_and_counters_do_not_fall() -> No
         read()
     assert told == sorted(told) and [one[1] for one in told] == sorted(one[1] for one in told)
     assert told[-1] == (kv.tokens_seen, kv.tokens_reused), "they catch up"
-    kv.close()
 
 
 def test_tenants_are_not_told() -> None:
     kv = filled()
     assert "alice" in kv.stats()["tenants"] and "alice" not in kv.metrics.prometheus()
-    kv.close()
 
 
 def test_they_are_read_when_metrics_are() -> None:
@@ -106,7 +103,6 @@ def test_they_are_read_when_metrics_are() -> None:
     used = kv.stats()["devices"]["cpu"]["used_bytes"]
     assert f'flowkv_device_used_bytes{{device="cpu"}} {used}\n' in text
     assert 'flowkv_tier_breaker{state="closed",tier="host"} 1\n' in text
-    kv.close()
 
 
 def test_a_cache_that_knows_no_model_has_few() -> None:
@@ -116,11 +112,12 @@ def test_a_cache_that_knows_no_model_has_few() -> None:
         }  # fmt: skip
 
 
-def test_who_reads_levels_keeps_no_cache_alive() -> None:
+def test_who_reads_levels_keeps_no_cache_alive(ended: list[KV]) -> None:
     kv = make_kv(simple())
     read, ref = source(kv), weakref.ref(kv)
     assert read()
     kv.close()
+    ended.clear()
     del kv
     gc.collect()
     assert ref() is None and read() == []
@@ -139,7 +136,6 @@ def test_a_tier_may_have_a_breaker_of_its_own(state: str) -> None:
     assert breaker(kv.planner.store.stack, 0) == state
     assert kv.stats()["tiers"]["far"]["breaker"] == state
     assert value(list(levels(kv)), "tier_breaker_trips_total", tier="far") == 3
-    kv.close()
 
 
 def test_a_tier_that_rests_counts_as_open() -> None:
@@ -148,4 +144,3 @@ def test_a_tier_that_rests_counts_as_open() -> None:
     assert breaker(store.stack, 0) == "closed"
     store.stack.mover.lanes[0].rest(5.0)
     assert breaker(store.stack, 0) == "open" and kv.stats()["tiers"]["far"]["breaker"] == "open"
-    kv.close()

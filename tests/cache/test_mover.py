@@ -213,7 +213,6 @@ def test_pages_of_a_batch_wait_where_their_tier_goes_away_in_the_middle(
     assert calls == [2] and len(store.stack.unwritten) == 2
     clock.advance(s=2.0)
     assert kv.flush(60) and len(disk.frames) == 3
-    audit(kv)
 
 
 def test_a_part_is_given_from_memory_too() -> None:
@@ -658,7 +657,6 @@ def test_pages_that_are_on_their_way_down_are_found() -> None:
     del disk.poll
     disk.work()
     assert kv.flush(60)
-    audit(kv)
 
 
 def test_pages_wait_while_a_tier_is_busy_and_are_written_later() -> None:
@@ -691,7 +689,6 @@ def test_pages_that_cannot_wait_any_longer_are_dropped_and_counted() -> None:
     del disk.poll
     assert not kv.flush(5.0), "pages were dropped"
     assert kv.flush(60) and len(disk.frames) == 2
-    audit(kv)
 
 
 class Away(Wrapped):
@@ -732,7 +729,6 @@ def test_a_tier_whose_breaker_is_open_is_left_alone_and_gets_its_pages_later() -
     clock.advance(s=2.0)
     assert kv.flush(60)
     assert len(inner.frames) == 6 and kv.stats()["tiers"]["remote"]["answers"]
-    audit(kv)
 
 
 def stored_apart() -> tuple[Slow, KV]:
@@ -767,7 +763,6 @@ def test_prompts_are_prefetched_while_others_compute() -> None:
         assert seq.reused == 24
     assert kv.stats()["tiers"]["lasting"]["loaded_bytes"] == 3 * 4096
     assert repr(coming) == "<flowkv.Prefetch: 3 of 3 pages arrived, 0 left>"
-    kv.close()
 
 
 def test_opening_waits_for_what_is_prefetched_already() -> None:
@@ -780,7 +775,6 @@ def test_opening_waits_for_what_is_prefetched_already() -> None:
     assert coming.arrived == 3 and [n for kind, n in disk.jobs if kind == "load"] == [3]
     stats = kv.stats()["tiers"]["lasting"]
     assert stats["coalesced"] == 3 and stats["loaded_bytes"] == 3 * 4096
-    kv.close()
 
 
 @pytest.mark.parametrize("how", ["cancel", "forget", "invalidate", "close"])
@@ -877,7 +871,6 @@ def test_a_load_that_finds_the_breaker_open_is_not_tried_again_at_once() -> None
     with kv.open([*P, 0]) as seq:
         assert seq.reused == 24
         check_content(kv, seq, P)
-    audit(kv)
 
 
 def test_what_is_asked_for_anew_keeps_it_busy() -> None:

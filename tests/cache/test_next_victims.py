@@ -16,7 +16,6 @@ from hypothesis.stateful import run_state_machine_as_test
 from flowkv import KV, Geometry, Namespace
 from flowkv.testing import MemoryTier
 from flowkv.tiers import Store
-from tests.cache.audit import audit
 from tests.cache.fakes import Deferred, Wrapped, lasting
 from tests.cache.test_machine import Machine
 from tests.cache.test_pinned import behind_a_bus, end
@@ -125,7 +124,6 @@ def test_nothing_is_copied_ahead_with_room_or_without_copies_beside_the_computat
     kv = make_kv(simple(), pages=64, tiers=[HostTier(1 << 24)])
     filled(kv)
     assert not ahead(kv)
-    kv.close()
 
 
 def test_nothing_is_copied_ahead_while_the_host_tier_is_asked() -> None:
@@ -346,8 +344,6 @@ def test_devices_above_one_host_tier_do_not_fill_it_with_copies_of_their_pages()
         assert all(n <= most for n, most in zip(twice, pools, strict=True))
         assert sum(twice) <= (1 << 22) // 32
     assert any(store.next_victims.values())
-    audit(kv)
-    kv.close()
 
 
 def test_a_prefetch_takes_the_room_of_pages_that_left_ahead() -> None:

@@ -137,6 +137,12 @@ def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overflow, "MOST_BYTES", 1 << 15)
 
 
+def compute(kv: KV, seq: Sequence, prompt: list[int], model: Noise) -> None:
+    """The rest of a prompt, a few tokens at a time."""
+    for first in range(seq.length, len(prompt), 32):
+        run(kv, [seq], [prompt[first : first + 32]], [model])
+
+
 def tokens(count: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(1000), k=count)
 
@@ -149,6 +155,16 @@ def opened(kv: KV, count: int = 1) -> Iterator[list[Sequence]]:
     finally:
         for seq in seqs:
             seq.close()
+
+
+@contextmanager
+def small_pool(
+    pages: int = 8, count: int = 1, shape: Geometry | None = None, **options: Any
+) -> Iterator[tuple[Any, ...]]:
+    """A cache of a pool of few pages, rows without tokens, and as many models."""
+    shape = shape or geometry()
+    with make(shape, pages, overflow=True, **options) as kv, opened(kv, count) as seqs:
+        yield kv, *seqs, *(Noise(shape, row) for row in range(count))
 
 
 def grow(kv: KV, seqs: list[Sequence], models: list[Noise], count: int, chunk: int = 32) -> float:
@@ -168,9 +184,7 @@ class TestAttention:
         "how", [{}, {"softcap": 5.0}, {"sinks": torch.tensor([1.0, -2, 3, 0])}]
     )
     def test_is_that_over_everything(self, kind: str, how: dict[str, Any]) -> None:
-        shape = geometry(kind)
-        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
-            model = Noise(shape)
+        with small_pool(shape=geometry(kind)) as (kv, seq, model):
             for turn in range(10):
                 assert run(kv, [seq], [tokens(32, turn)], [model], **how)[1] < TOLERANCE
             for turn in range(18):
@@ -178,9 +192,8 @@ class TestAttention:
             assert seq.length == 338 and seq.away > 12
 
     def test_of_rows_of_different_lengths(self) -> None:
-        shape = geometry()
-        with make(shape, 16, overflow=True) as kv, opened(kv, 3) as seqs:
-            models = [Noise(shape, row) for row in range(3)]
+        with small_pool(16, 3) as (kv, *both):
+            seqs, models = both[:3], both[3:]
             assert grow(kv, seqs[1:2], models[1:2], 375) < TOLERANCE
             assert grow(kv, seqs, models, 175) < TOLERANCE
             assert grow(kv, seqs, models, 18, chunk=1) < TOLERANCE
@@ -188,9 +201,7 @@ class TestAttention:
             assert all(seq.away for seq in seqs)
 
     def test_of_forks(self) -> None:
-        shape = geometry()
-        with make(shape, 16, overflow=True) as kv, opened(kv) as (seq,):
-            model = Noise(shape)
+        with small_pool(16) as (kv, seq, model):
             assert grow(kv, [seq], [model], 400) < TOLERANCE
             twin, other = kv.fork(seq), model.copy()
             assert twin.away == seq.away > 0
@@ -216,10 +227,8 @@ class TestAttention:
             assert all(torch.allclose(a, b, atol=TOLERANCE) for a, b in zip(*found, strict=True))
 
     def test_over_lossy_pages_is_no_more_exact_than_they_are(self) -> None:
-        shape = geometry(page_size=64)
-        options = dict(codec="kv8", recent_tokens=64, defragment_bytes=0, overflow=True)
-        with make(shape, 4, **options) as kv, opened(kv) as (seq,):
-            model = Noise(shape)
+        options = dict(codec="kv8", recent_tokens=64, defragment_bytes=0)
+        with small_pool(4, shape=geometry(page_size=64), **options) as (kv, seq, model):
             grow(kv, [seq], [model], 1920, chunk=64)
             assert seq.away > 0
             seq.fidelity = 0  # as of pages of which nobody here knows what they were built on
@@ -233,19 +242,18 @@ class TestWhatFits:
         called = list[Any]()
         monkeypatch.setattr(overflow.Scan, "__init__", lambda *given: called.append(given))
         monkeypatch.setattr(overflow.Overflow, "_leave", lambda *given: called.append(given))
-        shape = geometry()
-        with make(shape, 64, overflow=True) as kv, opened(kv) as (seq,):
-            assert grow(kv, [seq], [Noise(shape)], 600) < TOLERANCE
+        with small_pool(64) as (kv, seq, model):
+            assert grow(kv, [seq], [model], 600) < TOLERANCE
             over = kv.planner.overflow
             assert over.staging_bytes() == over.read_bytes == over.away == 0
             assert not any(lane.loaded_bytes for lane in kv.planner.store.stack.mover.lanes)
             with kv.step([seq], [[1]]) as step:
                 assert not step.overflows and step.decode(0) is not None
-                run_rest(step, shape)
+                run_rest(step)
         assert not called
 
 
-def run_rest(step: Any, shape: Geometry) -> None:
+def run_rest(step: Any) -> None:
     for layer in range(LAYERS):
         k, v, q = (torch.randn(1, heads, DIM) for heads in (HEADS, HEADS, 2 * HEADS))
         step.attend(layer, q, k, v)
@@ -253,9 +261,8 @@ def run_rest(step: Any, shape: Geometry) -> None:
 
 class TestBounds:
     def test_memory_is_the_pool_and_two_stages(self) -> None:
-        shape = geometry()
-        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
-            grow(kv, [seq], [Noise(shape)], 400)
+        with small_pool() as (kv, seq, model):
+            grow(kv, [seq], [model], 400)
             over, pool = kv.planner.overflow, kv.planner.store.pools["cpu"]
             assert over.staging_bytes() == 2 << 15
             assert sum(stage.arena.nbytes for stage in over._stages["cpu"]) == 2 << 15
@@ -263,9 +270,7 @@ class TestBounds:
 
     def test_pages_that_stayed_stay(self) -> None:
         """A cyclic scan: what is on the device is not read, and does not change."""
-        shape = geometry()
-        with make(shape, 16, overflow=True) as kv, opened(kv) as (seq,):
-            model = Noise(shape)
+        with small_pool(16) as (kv, seq, model):
             grow(kv, [seq], [model], 400)
             line, over = kv.planner.tables.pages[0][seq.row], kv.planner.overflow
             there = [page for page in range(25) if line[page] >= 0]
@@ -289,18 +294,13 @@ class TestBounds:
             assert over.staging_bytes() == 0, "what came through them goes, too"
 
     def test_a_disk_takes_what_the_host_does_not(self, tmp_path: Path) -> None:
-        shape = geometry()
-        options = dict(host="512KiB", disk=f"{tmp_path}:64MiB", overflow=True)
-        with make(shape, 8, **options) as kv, opened(kv) as (seq,):
-            model = Noise(shape)
+        with small_pool(host="512KiB", disk=f"{tmp_path}:64MiB") as (kv, seq, model):
             assert grow(kv, [seq], [model], 500) < TOLERANCE
             read = [lane.loaded_bytes for lane in kv.planner.store.stack.mover.lanes]
             assert min(read) > 0, read
 
     def test_without_any_room_the_sequence_is_as_before(self) -> None:
-        shape = geometry()
-        with make(shape, 8, host="400KiB", overflow=True) as kv, opened(kv) as (seq,):
-            model = Noise(shape)
+        with small_pool(host="400KiB") as (kv, seq, model):
             with pytest.raises(CapacityError):
                 grow(kv, [seq], [model], 5000)
             length = seq.length
@@ -410,8 +410,7 @@ class TestPrefixes:
         with make(shape, 8, overflow=True) as kv:
             with kv.open([], reuse=False) as seq:
                 model = Noise(shape)
-                for first in range(0, 400, 32):
-                    run(kv, [seq], [prompt[first : first + 32]], [model])
+                compute(kv, seq, prompt, model)
             before = kv.planner.overflow.read_bytes
             with kv.open(prompt) as seq:
                 assert seq.length == seq.reused == 384 and seq.away >= 16
@@ -434,9 +433,7 @@ class TestPrefixes:
 
 class TestWhatDoesNotCome:
     def test_is_not_served_from_a_stage_once_it_was_erased(self) -> None:
-        shape = geometry()
-        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
-            model = Noise(shape)
+        with small_pool() as (kv, seq, model):
             grow(kv, [seq], [model], 160)
             assert seq.away > 0
             run(kv, [seq], [[1]], [model])
@@ -450,8 +447,7 @@ class TestWhatDoesNotCome:
         with make(shape, 16, overflow=True) as kv, opened(kv) as (other,):
             with kv.open([], reuse=False) as seq:
                 model, calm = Noise(shape), Noise(shape, 5)
-                for first in range(0, 320, 32):
-                    run(kv, [seq], [prompt[first : first + 32]], [model])
+                compute(kv, seq, prompt, model)
                 grow(kv, [other], [calm], 60)
                 (host,) = kv.planner.store.stack.tiers
                 line = kv.planner.tables.pages[0][seq.row, :20]
@@ -520,8 +516,7 @@ class TestWhatDoesNotCome:
         shape, prompt = geometry(), tokens(320)
         with make(shape, 16, overflow=True) as kv, opened(kv, 2) as (a, c):
             first, third = Noise(shape), Noise(shape, 9)
-            for start in range(0, 320, 32):
-                run(kv, [a], [prompt[start : start + 32]], [first])
+            compute(kv, a, prompt, first)
             (host,) = kv.planner.store.stack.tiers
             lost = int((kv.planner.tables.pages[0][a.row, :20] < 0).nonzero()[0][0])
             host._frames[a.key(0, lost)].body[100] ^= 1
@@ -531,8 +526,7 @@ class TestWhatDoesNotCome:
             first = first.cut(a.length)
             with kv.open(prompt) as b:
                 second = first.copy().cut(b.length)
-                while b.length < 320:
-                    run(kv, [b], [prompt[b.length : b.length + 32]], [second])
+                compute(kv, b, prompt, second)
                 while b.blocks[0][lost].page >= 0:
                     run(kv, [c], [tokens(16, c.length)], [third])
                 rows = [(a, first), (b, second)][:: 1 if order == "lost first" else -1]
@@ -545,9 +539,8 @@ class TestWhatDoesNotCome:
     def test_leaves_no_trace_of_a_request_that_was_broken_off(
         self, error: type[BaseException], moment: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        shape = geometry()
-        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
-            model, calls, number = Noise(shape), [0], 0
+        with small_pool() as (kv, seq, model):
+            calls, number = [0], 0
             grow(kv, [seq], [model], 200)
             over = type(kv.planner.overflow)
             name = "source" if moment == "amid" else "_load"
@@ -574,9 +567,7 @@ class TestWhatDoesNotCome:
 
 class TestWhatIsNotServed:
     def test_is_refused(self) -> None:
-        shape = geometry()
-        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
-            model = Noise(shape)
+        with small_pool() as (kv, seq, model):
             grow(kv, [seq], [model], 300)
             with pytest.raises(StateError, match="below its device"):
                 kv.suspend(seq)
@@ -584,16 +575,14 @@ class TestWhatIsNotServed:
                 kv.truncate(seq, 200)
             with pytest.raises(StateError, match="below the device"), kv.step([seq], [[1]]) as step:
                 step.watch()
-                run_rest(step, shape)
+                run_rest(step)
             with pytest.raises(StateError, match="below the device"), kv.step([seq], [[1]]) as step:
                 parts = [torch.randn(1, heads, DIM) for heads in (2 * HEADS, HEADS, HEADS)]
                 step.attend(0, *parts, alibi=torch.ones(2 * HEADS))
             assert grow(kv, [seq], [model], 20) < TOLERANCE
 
     def test_a_cut_of_pages_on_the_device_is(self) -> None:
-        shape = geometry()
-        with make(shape, 8, overflow=True) as kv, opened(kv) as (seq,):
-            model = Noise(shape)
+        with small_pool() as (kv, seq, model):
             grow(kv, [seq], [model], 300)
             for cut in (296, 192):
                 kv.truncate(seq, cut)
@@ -604,8 +593,7 @@ class TestWhatIsNotServed:
     def test_a_cut_within_a_page_below_is_not_in_any_group(self, first: int) -> None:
         groups = geometry("sliding").groups
         shape = Geometry(groups=(groups[first], groups[1 - first]), page_size=16)
-        with make(shape, 13, overflow=True) as kv, opened(kv) as (seq,):
-            model = Noise(shape)
+        with small_pool(13, shape=shape) as (kv, seq, model):
             grow(kv, [seq], [model], 320)
             with pytest.raises(StateError, match="below its device"):
                 kv.truncate(seq, 280)

@@ -36,7 +36,6 @@ def test_without_time_nothing_is_asked_for_and_nothing_is_given_up() -> None:
     assert there and link.asked and not kv.restores.paused
     restoration.finish()
     check_content(kv, seq, TEXT[: seq.length])
-    kv.close()
 
 
 def test_whoever_waits_needs_no_permission() -> None:
@@ -45,7 +44,6 @@ def test_whoever_waits_needs_no_permission() -> None:
     restoration.finish()
     prefill(kv, seq)
     check_content(kv, seq, TEXT)
-    kv.close()
 
 
 def test_what_was_too_much_is_taken_off_and_little_is_saved() -> None:
@@ -63,7 +61,6 @@ def test_what_was_too_much_is_taken_off_and_little_is_saved() -> None:
         restores.allow(0.25)
     restores._spent(0.5, 0)
     assert restores.paused
-    kv.close()
 
 
 def test_as_much_is_asked_for_as_the_time_is_expected_to_suffice() -> None:
@@ -76,4 +73,3 @@ def test_as_much_is_asked_for_as_the_time_is_expected_to_suffice() -> None:
     restoration.pump()
     asked = sum(len(load.target.cast("B")) for load in link.asked)
     assert 0 < asked < 6 * page <= len(TEXT) // PAGE * page
-    kv.close()

@@ -672,11 +672,17 @@ def behind_a_bus(kv: KV, *faults: str) -> list[Copies]:
     return [pool.copies for pool in pools]
 
 
-def flushed(kv: KV, count: int) -> list[list[int]]:
-    """Texts of 48 tokens that were published, and whose pages are in the tiers."""
+def made_known(kv: KV, count: int) -> list[list[int]]:
+    """Texts of 48 tokens that were published."""
     texts = [[number, *range(48)] for number in range(count)]
     for text in texts:
         published(kv, text)
+    return texts
+
+
+def flushed(kv: KV, count: int) -> list[list[int]]:
+    """Texts of 48 tokens whose pages are in the tiers."""
+    texts = made_known(kv, count)
     kv.flush()
     return texts
 
@@ -738,7 +744,6 @@ def test_pages_come_and_go_through_the_arena() -> None:
     gc.collect()
     staging = kv.stats()["devices"]["cpu"]["staging"]
     assert staging == {"used_bytes": 0, "why_not_pinned": ""}
-    kv.close()
 
 
 def test_what_leaves_a_full_device_waits_for_memory_that_is_slow(
@@ -756,9 +761,7 @@ def test_what_leaves_a_full_device_waits_for_memory_that_is_slow(
     (copies,) = behind_a_bus(kv)
     schedule = kv.planner.store.stack.mover.lanes[0].schedule
     schedule.background_bytes = schedule.queue_bytes = 1 << 14
-    texts = [[number, *range(48)] for number in range(12)]
-    for text in texts:
-        published(kv, text)
+    texts = made_known(kv, 12)
     tier = kv.stats()["tiers"]["host"]
     assert tier["dropped"] == 0 and tier["stored_bytes"] > 0
     opened(kv, texts)
@@ -828,8 +831,6 @@ def test_pages_that_the_device_reads_are_copied_at_once(below: str, tmp_path: Pa
                 seq.restoration.finish()
             assert seq.length == 48
             check_content(kv, seq, text[:48])
-    audit(kv)
-    kv.close()
 
 
 def test_pages_are_copied_at_once_in_the_time_that_is_allowed() -> None:
@@ -851,8 +852,6 @@ def test_pages_are_copied_at_once_in_the_time_that_is_allowed() -> None:
                 assert seq.restoration.complete()
                 seq.restoration.finish()
             check_content(kv, seq, text[:48])
-    audit(kv)
-    kv.close()
 
 
 @pytest.mark.parametrize(
@@ -908,7 +907,6 @@ def test_the_processor_reads_no_page_that_leaves_or_comes_back(
             check_content(kv, seq, text[:48])
     more_bytes = kv.stats()["tiers"][tier.name]["loaded_bytes"] - loaded_bytes
     assert count.n_bytes == more_bytes > 0 and not count.n_copied
-    kv.close()
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -933,8 +931,6 @@ def test_the_processor_reads_no_page_that_goes_from_memory_to_a_disk(
             assert wrong or seq.reused
     assert bool(far.corrupt + near.corrupt) == wrong
     kv.flush()
-    audit(kv)
-    kv.close()
 
 
 def spoil_bit(bodies: list[Any], picks: random.Random) -> None:
@@ -951,6 +947,23 @@ def spoil_page(bodies: list[Any], picks: random.Random) -> None:
 def spoil_stripes(bodies: list[Any], picks: random.Random) -> None:
     body = picks.choice(bodies)
     body[:] = np.roll(body, len(body) // 2)
+
+
+def spoil_on_the_device(
+    copies: Copies, spoil: Callable[..., None], picks: random.Random, spoilt: list[int]
+) -> None:
+    """Spoil pages that came up before their digests are made: the device's memory, or the way."""
+    digest = copies.streams.digest
+
+    def spoiling(pages: torch.Tensor, where: Sequence[int], *given: Any, to_device: bool) -> None:
+        if to_device:
+            page = [pages.numpy()[g * GRANULE :][: 2 * GRANULE] for g in where]
+            both = page * (1 + (len(where) < 2))
+            copies.streams.queues["up"].append((None, lambda: spoil(both, picks)))
+            spoilt[0] += 1
+        digest(pages, where, *given, to_device=to_device)
+
+    copies.streams.digest = spoiling
 
 
 @pytest.mark.parametrize("spoil", [spoil_bit, spoil_page, spoil_stripes])
@@ -970,7 +983,7 @@ def test_nothing_wrong_comes_from_pinned_memory(
         spoil(bodies, picks)
         spoilt[0] += sum(map(bool, map(np.any, map(np.not_equal, bodies, before))))
 
-    lend, verify, digest = tier.lend_all, copies.verify, copies.streams.digest
+    lend, verify = tier.lend_all, copies.verify
 
     def lent(keys: Sequence[bytes], *part: int) -> Any:
         found = lend(keys, *part)
@@ -982,15 +995,6 @@ def test_nothing_wrong_comes_from_pinned_memory(
         now()
         return verify(*given)
 
-    def copied(pages: torch.Tensor, where: Sequence[int], *given: Any, to_device: bool) -> None:
-        if to_device:  # the device's own memory, or the way there
-            copies.streams.queues["up"].append(
-                (None, lambda: spoil([pages.numpy()[g * GRANULE :][: 2 * GRANULE] for g in where]
-                                     * (1 + (len(where) < 2)), picks))
-            )  # fmt: skip
-            spoilt[0] += 1
-        digest(pages, where, *given, to_device=to_device)
-
     if moment == "stored":
         for _ in range(6):
             now()
@@ -999,7 +1003,7 @@ def test_nothing_wrong_comes_from_pinned_memory(
     elif moment == "queued":
         copies.verify = queued
     else:
-        copies.streams.digest = copied
+        spoil_on_the_device(copies, spoil, picks, spoilt)
     opened_and_published(kv, texts)
     assert spoilt[0]
     if moment == "copied":
@@ -1020,7 +1024,7 @@ def test_nothing_wrong_comes_from_a_disk(seed: int, moment: str, tmp_path: Path)
     kv = make_kv(geometry(layers=4), pages=20, tiers=[tier], prefetch="off")
     (copies,) = behind_a_bus(kv)
     texts = flushed(kv, 8)
-    verify, digest = copies.verify, copies.streams.digest
+    verify = copies.verify
 
     def now() -> None:
         _, held = picks.choice(tier._store.entries())
@@ -1038,17 +1042,10 @@ def test_nothing_wrong_comes_from_a_disk(seed: int, moment: str, tmp_path: Path)
             spoilt[0] += 1
         return verify(rows, *given)
 
-    def copied(pages: torch.Tensor, where: Sequence[int], *given: Any, to_device: bool) -> None:
-        if to_device:
-            page = [pages.numpy()[g * GRANULE :][: 2 * GRANULE] for g in where]
-            copies.streams.queues["up"].append((None, lambda: spoil_bit(page, picks)))
-            spoilt[0] += 1
-        digest(pages, where, *given, to_device=to_device)
-
     if moment == "read":
         copies.verify = read
     elif moment == "copied":
-        copies.streams.digest = copied
+        spoil_on_the_device(copies, spoil_bit, picks, spoilt)
     for text in [*texts, *texts]:
         if moment == "stored":
             now()
@@ -1077,8 +1074,6 @@ def test_a_copy_that_went_wrong_on_the_way_in_is_made_again() -> None:
     copies.verify = never
     opened(kv, texts)
     assert asked and not tier.corrupt
-    audit(kv)
-    kv.close()
 
 
 @pytest.mark.parametrize("what", ["bit", "half", "swapped", "stripes"])
@@ -1113,8 +1108,6 @@ def test_a_copy_that_goes_wrong_is_never_served(what: str, below: str, tmp_path:
     assert spoilt
     opened_and_published(kv, texts)
     assert kv.stats()["tiers"][tier.name]["refused"]
-    audit(kv)
-    kv.close()
 
 
 @pytest.mark.parametrize("below", ["host", "disk", "both"])
@@ -1129,9 +1122,7 @@ def test_making_room_waits_for_no_copy(below: str) -> None:
     (copies,) = behind_a_bus(kv)
     device, mover, copies.most_bytes = copies.streams, kv.planner.store.stack.mover, 1 << 30
     device.behind = True
-    texts = [[number, *range(48)] for number in range(9)]
-    for text in texts:
-        published(kv, text)
+    texts = made_known(kv, 9)
     assert not device.waits and mover.storing and "after" in device.calls
     kv.flush()
     assert device.waits and not mover.storing
@@ -1165,7 +1156,7 @@ def test_a_free_page_is_written_to_after_the_copy_that_reads_it() -> None:
         pool.release(other)
         anew()
         assert "after" not in device.calls, "the copy is over"
-    kv.close()
+    kv.close()  # nothing owns its pages
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -1175,9 +1166,7 @@ def test_a_page_that_is_asked_for_before_its_copy_is_over_is_waited_for(
     kv = make_kv(pages=20, tiers=[HostTier(1 << 24)], prefetch="off")
     (copies,) = behind_a_bus(kv)
     copies.streams.behind, copies.most_bytes = True, 1 << 30
-    texts, missing = [[number, *range(48)] for number in range(8)], 0
-    for text in texts:
-        published(kv, text)
+    texts, missing = made_known(kv, 8), 0
     if not waits:
         monkeypatch.setattr(FakeMark, "wait", lambda mark, timeout_s=0.0: True)
     for text in texts:
@@ -1187,7 +1176,6 @@ def test_a_page_that_is_asked_for_before_its_copy_is_over_is_waited_for(
     assert kv.planner.store.stack.mover.from_memory or not waits
     assert bool(missing) != waits
     copies.streams.finish()
-    kv.close()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -1309,7 +1297,6 @@ def test_an_upload_that_fails_is_made_up_for_before_its_pages_are_read() -> None
     assert not any(lane.busy for lane in mover.lanes)
     with kv.open([*text, 99]) as seq:
         check_content(kv, seq, text[: seq.length])
-    kv.close()
 
 
 def test_a_step_before_which_an_upload_fails_can_be_tried_again(
@@ -1329,7 +1316,6 @@ def test_a_step_before_which_an_upload_fails_can_be_tried_again(
         prefill(kv, seq)
         check_content(kv, seq, [*range(5)])
         assert error.value.__traceback__
-    kv.close()
 
 
 def test_a_tier_that_is_late_keeps_its_rows() -> None:

@@ -102,8 +102,6 @@ def test_a_hinted_prompt_is_back_before_it_is_opened(kind: str, tmp_path: Path) 
         "wasted_bytes": 0,
         "precision": 1.0,
     }
-    audit(kv)
-    kv.close()
 
 
 def test_what_is_never_used_again_is_not_brought() -> None:
@@ -116,7 +114,6 @@ def test_what_is_never_used_again_is_not_brought() -> None:
         edges(kv)
     assert here(kv, P) == 0 and numbers_of(kv)["hint"]["fetched_bytes"] == 0
     assert kv.prefetches.due_ns == NEVER_NS
-    kv.close()
 
 
 def test_a_hint_takes_no_room_from_what_the_policy_cannot_compare() -> None:
@@ -128,8 +125,6 @@ def test_a_hint_takes_no_room_from_what_the_policy_cannot_compare() -> None:
         kv.clock.advance(s=0.5)
         edges(kv)
     assert here(kv, [*Q, *Q[:8]]) >= 24, "lru has no rates: only free pages are used"
-    audit(kv)
-    kv.close()
 
 
 def test_a_hint_of_a_windowed_model_brings_what_the_window_shows() -> None:
@@ -149,8 +144,6 @@ def test_a_hint_of_a_windowed_model_brings_what_the_window_shows() -> None:
     with kv.open(text) as seq:
         assert seq.reused == 48
     assert kv.stats()["tiers"]["host"]["loaded_bytes"] == loaded
-    audit(kv)
-    kv.close()
 
 
 def test_a_hint_about_an_erased_prompt_holds_no_longer() -> None:
@@ -162,7 +155,6 @@ def test_a_hint_about_an_erased_prompt_holds_no_longer() -> None:
     kv.clock.advance(s=5.0)
     edges(kv)
     assert here(kv, Q) == 0 and numbers_of(kv)["hint"]["fetched_bytes"] == 0
-    kv.close()
 
 
 # ---- requests that wait
@@ -180,8 +172,6 @@ def test_the_queue_goes_first() -> None:
     with kv.open([*P, 9]) as seq:
         assert seq.reused == 24
     assert numbers_of(kv)["queue"]["used_bytes"] == 3 * PAGE_BYTES
-    audit(kv)
-    kv.close()
 
 
 def test_who_waits_no_longer_gets_nothing_more() -> None:
@@ -195,8 +185,6 @@ def test_who_waits_no_longer_gets_nothing_more() -> None:
     kv.clock.advance(s=100.0)
     edges(kv)
     assert here(kv, P) == 0
-    audit(kv)
-    kv.close()
 
 
 def test_requests_behind_the_first_256_are_looked_at_once_those_are_served() -> None:
@@ -212,8 +200,6 @@ def test_requests_behind_the_first_256_are_looked_at_once_those_are_served() -> 
         edges(kv)
         assert (here(kv, Q), here(kv, R)) == (24, 0 if cancelled else 24), "oldest first"
     assert numbers_of(kv)["queue"]["fetched_bytes"] == 9 * PAGE_BYTES
-    audit(kv)
-    kv.close()
 
 
 def test_what_did_not_fit_comes_when_there_is_room() -> None:
@@ -225,8 +211,6 @@ def test_what_did_not_fit_comes_when_there_is_room() -> None:
     kv.clock.advance(s=2.0)
     edges(kv)
     assert here(kv, P) == 24
-    audit(kv)
-    kv.close()
 
 
 # ---- what is learned
@@ -259,8 +243,6 @@ def test_what_was_learned_comes_once_it_may_cost_something() -> None:
     assert here(kv, P) > 0
     learned = numbers_of(kv)["learned"]
     assert learned["fetched_bytes"] == here(kv, P) // 8 * PAGE_BYTES
-    audit(kv)
-    kv.close()
 
 
 def key_of(kv: KV, prompt: list[int]) -> bytes:
@@ -367,7 +349,6 @@ def test_a_guard_that_says_no_is_heard_before_anything_leaves() -> None:
     kv.enqueue([*P, 9])
     edges(kv)
     assert (here(kv, P), here(kv, Q)) == (0, 24) and lane.guard.rests == 1
-    kv.close()
 
 
 class Failing(Wrapped):
@@ -397,8 +378,6 @@ def test_what_did_not_come_may_be_asked_for_again() -> None:
         kv.clock.advance(s=1.0)
         edges(kv)
         assert here(kv, P) == (0 if fails else 24)
-    audit(kv)
-    kv.close()
 
 
 def test_what_nobody_used_counts_as_wasted() -> None:
@@ -411,7 +390,6 @@ def test_what_nobody_used_counts_as_wasted() -> None:
     empty(kv)
     edges(kv)
     assert numbers_of(kv)["hint"]["wasted_bytes"] == 3 * PAGE_BYTES
-    kv.close()
 
 
 # ---- the switch
@@ -427,7 +405,6 @@ def test_switched_off_nothing_comes_by_itself() -> None:
         edges(kv)
     assert here(kv, P) == 0
     assert kv.enqueue([*Q, 9]).prefetch.wait(5.0) and here(kv, Q) == 24  # that is asked for
-    kv.close()
 
 
 def test_without_a_tier_there_is_nothing_to_bring() -> None:

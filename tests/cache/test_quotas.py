@@ -50,7 +50,6 @@ def test_a_reserve_is_not_taken_by_others() -> None:
     for number in range(4, 12):
         published(free, [*[number] * 24, 9], tenant="bob")
     assert known(free, P, "alice") < 24
-    free.close()
 
 
 def test_a_limit_holds_once_pages_are_free_to_go() -> None:
@@ -61,8 +60,6 @@ def test_a_limit_holds_once_pages_are_free_to_go() -> None:
     assert known(kv, P, "alice") == 24 == known(kv, Q, "alice")  # what went, went to the host
     counts, of = kv.stats()["events"], '{reason="quota",tier="device"}'
     assert counts[f"evicted_pages_total{of}"] == 2 and counts[f"evictions_total{of}"] == 1
-    audit(kv)
-    kv.close()
 
 
 def test_a_limit_of_a_tier_holds_too() -> None:
@@ -72,8 +69,6 @@ def test_a_limit_of_a_tier_holds_too() -> None:
     with kv.open([5] * 3, tenant="bob"):
         pass
     assert kv.stats()["policies"]["host"]["quotas"]["alice"]["used_bytes"] <= 8 * KIB
-    audit(kv)
-    kv.close()
 
 
 def test_quotas_survive_a_restart_with_their_tenants(tmp_path: Path) -> None:
@@ -121,7 +116,6 @@ def test_options_reach_the_places_that_they_are_for() -> None:
     assert (device.tau_s, device.lease_s, device.max_age_s) == (60.0, 600.0, 1e6)
     assert (host.tau_s, host.lease_s, host.max_age_s) == (5.0, 1800.0, 1e6)
     assert [p["name"] for p in kv.stats()["policies"].values()] == ["lfu-ttl"] * 2
-    kv.close()
 
 
 def test_time_to_live_is_told_place_by_place() -> None:
@@ -131,7 +125,6 @@ def test_time_to_live_is_told_place_by_place() -> None:
     with kv.open([5]):
         kv.open([6] * 9).close()
         assert known(kv, P, "") == 0  # nobody had put it on the host
-    kv.close()
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,6 @@ def test_forks_and_what_was_not_served_are_not_recorded(tmp_path: Path) -> None:
         assert recording.requests == 0
         seq.close()
         assert recording.requests == 1 and "1 requests" in repr(recording)
-    kv.close()
 
 
 def test_a_recording_that_cannot_be_written_harms_nothing(tmp_path: Path) -> None:
@@ -171,4 +170,3 @@ def test_a_recording_that_cannot_be_written_harms_nothing(tmp_path: Path) -> Non
         published(kv, [1] * 25)
     published(kv, [2] * 25)
     assert recording.requests == 0 and kv.explain([1] * 25).known == 24
-    kv.close()

@@ -309,4 +309,3 @@ def test_the_guard_learns_what_became_of_prefetched_pages(used: bool) -> None:
     assert not store.prefetched_unused
     came = 3 * 4096
     assert (guard.saved_bytes, guard.wasted_bytes) == ((came, 0) if used else (0, came))
-    kv.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from flowkv import KV, Geometry, Step
 from flowkv.policy.restore import Compute, RestoreLoad, RestorePolicy, Span, State, Suffix
+from tests.clock import together
 from tests.inside import (
     Event,
     Hit,
@@ -441,27 +442,19 @@ def test_rows_of_one_forward_share_its_time(together: bool) -> None:
 
 def test_threads_restore_beside_each_other() -> None:
     prompts = [tokens(n * PAGE + 1, seed) for seed, n in enumerate((5, 3, 6, 4))]
-    link, errors = Link(), []
+    link = Link()
     with stored(prompts[0], link, kind="windows") as kv:
         for prompt in prompts[1:]:
             toy.published(kv, prompt)
         evict(kv)
 
         def serve(prompt: list[int]) -> None:
-            try:
-                for _ in range(3):
-                    with kv.open(prompt, wait=False) as seq:
-                        finish(kv, [seq], "restore")
-                        toy.check_content(kv, seq, prompt)
-            except BaseException as error:
-                errors.append(error)
+            for _ in range(3):
+                with kv.open(prompt, wait=False) as seq:
+                    finish(kv, [seq], "restore")
+                    toy.check_content(kv, seq, prompt)
 
-        threads = [threading.Thread(target=serve, args=(prompt,)) for prompt in prompts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors
+        together(*(partial(serve, prompt) for prompt in prompts))
         audit(kv)
 
 

@@ -78,7 +78,6 @@ def test_shared_pages_are_read_once_and_answer_the_same(calls: list[int]) -> Non
         shared, flat = _both(kv, rows, counts)
         torch.testing.assert_close(shared, flat, atol=1e-5, rtol=1e-5)
     assert calls == [1, 1, 1, 1], "two layers of two steps"
-    kv.close()
 
 
 def test_a_neighbour_that_shares_nothing_is_left_out(calls: list[int]) -> None:
@@ -90,7 +89,6 @@ def test_a_neighbour_that_shares_nothing_is_left_out(calls: list[int]) -> None:
     shared, flat = _both(kv, rows, [1, 2, 1, 3, 1, 1])
     torch.testing.assert_close(shared, flat, atol=1e-5, rtol=1e-5)
     assert calls == [2, 2]
-    kv.close()
 
 
 def test_the_full_page_of_a_single_row_is_not_shared(calls: list[int]) -> None:
@@ -100,7 +98,6 @@ def test_the_full_page_of_a_single_row_is_not_shared(calls: list[int]) -> None:
     assert not calls, "32 tokens are spared, 64 are asked for"
     _both(kv, rows[:1], [1])
     assert not calls
-    kv.close()
 
 
 def test_windows_and_watched_steps_are_attended_to_row_by_row(calls: list[int]) -> None:
@@ -113,7 +110,6 @@ def test_windows_and_watched_steps_are_attended_to_row_by_row(calls: list[int]) 
         step.watch()
         _attend(step, 5)
     assert not calls
-    kv.close()
 
 
 def test_a_step_plans_once_and_again_after_pages_were_replaced(
@@ -130,4 +126,3 @@ def test_a_step_plans_once_and_again_after_pages_were_replaced(
         step.refresh()
         _attend(step, 5)
     assert len(plans) == 2 and len(calls) == 4
-    kv.close()

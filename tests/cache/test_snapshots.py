@@ -181,7 +181,6 @@ def test_a_tail_that_does_not_fit_is_no_error() -> None:
     with kv.open(TEXT[:20], state=True) as seq:
         assert seq.length == 0 and seq.state is None
     held.close()
-    audit(kv)
 
 
 def test_states_of_damaged_or_foreign_frames_are_misses() -> None:

@@ -262,7 +262,6 @@ def test_sealed_pages_are_decoded_first() -> None:
     audit(kv)
     advance(kv, [seq], [[1] * 100])
     assert codecs_of(kv, seq)[:2] == ["kv8"] * 2, "what is left is sealed again"
-    kv.close()
 
 
 def test_what_does_not_fit_leaves_the_sequence_as_it_was() -> None:
@@ -275,7 +274,6 @@ def test_what_does_not_fit_leaves_the_sequence_as_it_was() -> None:
     with pytest.raises(CapacityError):
         kv.sparsify(seq, random_keep(kv, len(tokens), len(tokens) - 1))
     assert seq.length == len(tokens) and not seq.dropped
-    audit(kv)
 
 
 # ---- chosen by what was watched
@@ -320,7 +318,6 @@ def test_a_watched_sequence_keeps_what_was_looked_at() -> None:
     twin = kv.fork(seq)
     assert twin.importance[0] is not seq.importance[0]
     assert np.array_equal(twin.importance[0].mass, seq.importance[0].mass)
-    audit(kv)
 
 
 def test_a_step_that_failed_was_not_seen() -> None:
@@ -362,7 +359,6 @@ def test_what_cannot_be_is_refused() -> None:
         kv.sparsify(seq, good)
     step.rollback()
     assert not seq.dropped and seq.publishable
-    audit(kv)
 
 
 def test_windows_are_refused() -> None:

@@ -144,7 +144,6 @@ def test_pinned_pages_stay() -> None:
     kv.pin(P, pinned=False)
     published(kv, [9] * 32)
     assert kv.forget(P) == 3
-    audit(kv)
 
 
 def test_pins_outlive_neither_forgetting_nor_invalidation() -> None:
@@ -155,7 +154,6 @@ def test_pins_outlive_neither_forgetting_nor_invalidation() -> None:
     audit_empty(kv)
     published(kv, P)  # slots are used again
     kv.pin(P, pinned=False)
-    audit(kv)
 
 
 # ---- stores under way
@@ -173,7 +171,6 @@ def test_a_page_that_is_being_stored_is_not_given_out() -> None:
     disk.work()
     kv.flush()
     assert reused(kv, P) == 24
-    kv.close()
 
 
 def test_a_page_forgotten_while_it_is_stored_is_deleted_afterwards() -> None:
@@ -187,7 +184,6 @@ def test_a_page_forgotten_while_it_is_stored_is_deleted_afterwards() -> None:
     disk.work()
     kv.flush()
     assert len(disk.frames) == 3 and reused(kv, Q) == 24 and reused(kv, P) == 0
-    audit(kv)
 
 
 def test_a_store_that_fails_is_reported_and_loses_nothing_else() -> None:
@@ -199,7 +195,6 @@ def test_a_store_that_fails_is_reported_and_loses_nothing_else() -> None:
         assert not kv.flush()
     assert kv.stats()["events"]['failures_total{operation="store",tier="lasting"}'] == 3
     assert reused(kv, P) == 24
-    audit(kv)
 
 
 def test_a_forked_write_does_not_reach_a_page_that_is_being_stored() -> None:
@@ -240,8 +235,6 @@ def test_a_tier_that_never_answers_costs_one_deadline_and_keeps_its_pages() -> N
     with kv.lock:
         kv.planner.store.stack.mover.drain()
     assert not set(kv.planner.store.pools["cpu"].lent)
-    audit(kv)
-    kv.close()
 
 
 def test_a_tier_that_was_late_rests_and_is_asked_again() -> None:
@@ -332,7 +325,6 @@ def test_a_read_only_tier_is_read_and_watched() -> None:
     assert len(shared.frames) == 6
     stats = reader.stats()["tiers"]["lasting"]
     assert not stats["writable"] and stats["stored_bytes"] == 0
-    audit(reader)
 
 
 def test_windowed_groups_are_watched_too() -> None:
@@ -381,7 +373,6 @@ def test_room_is_made_by_moving_pages_when_nothing_else_helps() -> None:
     for i, seq in enumerate(seqs):
         if i % 2:
             check_content(kv, seq, [i] * PAGE)
-    audit(kv)
 
 
 def test_pages_that_transfers_use_do_not_move() -> None:

@@ -56,7 +56,6 @@ def test_a_known_page_is_copied_only_once_it_leaves() -> None:
         audit(kv)
     assert kv.planner.aside_bytes == 0
     assert kv.explain(TEXT).known == 3 * PAGE  # known again
-    kv.close()
 
 
 def test_nothing_is_copied_back_that_is_still_there() -> None:
@@ -70,7 +69,6 @@ def test_nothing_is_copied_back_that_is_still_there() -> None:
     assert all(block is not None for block in seq.blocks[0][:3])
     advance(kv, [seq], [[7] * 9])
     check_content(kv, seq, TEXT + [7] * 9)
-    kv.close()
 
 
 def test_what_is_there_is_not_given_up_for_the_rest_of_it() -> None:
@@ -90,7 +88,6 @@ def test_what_is_there_is_not_given_up_for_the_rest_of_it() -> None:
     kv.resume(seq)
     check_content(kv, seq, TEXT)
     other.close()
-    kv.close()
 
 
 @pytest.mark.parametrize("how", ["forget", "evict", "defragment"])
@@ -112,7 +109,6 @@ def test_closing_a_suspended_sequence_leaves_nothing(how: str) -> None:
     assert kv.planner.aside_bytes == 0
     kv.invalidate()
     audit_empty(kv)
-    kv.close()
 
 
 @pytest.mark.parametrize("gone_before", [False, True])
@@ -133,8 +129,6 @@ def test_what_was_erased_meanwhile_does_not_become_known_again(how: str, gone_be
     assert kv.explain(TEXT).known == 0
     kv.resume(other)
     assert kv.explain([4] * 20).known == (16 if how == "prompt" else 0)
-    audit(kv)
-    kv.close()
 
 
 def test_long_sequences_move_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +143,6 @@ def test_long_sequences_move_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copied(seq) == 11
     kv.resume(seq)
     check_content(kv, seq, TEXT * 3)
-    kv.close()
 
 
 def test_bytes_that_others_computed_differently_are_not_taken_instead() -> None:
@@ -171,7 +164,6 @@ def test_bytes_that_others_computed_differently_are_not_taken_instead() -> None:
     kv.resume(seq)
     assert all(map(torch.equal, content(kv, seq, 0), mine))
     assert kv.explain(TEXT).known == 3 * PAGE  # nobody else knew it by now
-    kv.close()
 
 
 def test_a_page_that_is_encoded_meanwhile_comes_back_raw() -> None:
@@ -185,8 +177,6 @@ def test_a_page_that_is_encoded_meanwhile_comes_back_raw() -> None:
     assert copied(seq) == 4
     kv.resume(seq)
     assert all(map(torch.equal, content(kv, seq, 0), mine))
-    audit(kv)
-    kv.close()
 
 
 def fails_at(nth: int, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,7 +208,6 @@ def test_a_copy_that_fails_suspends_nothing(nth: int, monkeypatch: pytest.Monkey
     audit(kv)
     kv.resume(seq)
     check_content(kv, seq, TEXT)
-    kv.close()
 
 
 @pytest.mark.parametrize("evicted", [True, False])
@@ -243,8 +232,6 @@ def test_a_copy_back_that_fails_holds_nothing(
     monkeypatch.undo()
     kv.resume(seq)
     check_content(kv, seq, TEXT)
-    audit(kv)
-    kv.close()
 
 
 def run(kv: KV, seqs: list[Sequence], events: list[tuple[int, int]]) -> None:

@@ -16,27 +16,8 @@ from flowkv.testing import MemoryTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import lasting
 from tests.cache.toy import advance, check_content, make_kv, opened, prefill, published, write
+from tests.clock import together
 from tests.inside import CURRENT, CapacityError, StateError
-
-
-def together(*works: Callable[[], None]) -> None:
-    """Runs functions in threads and raises what they raise."""
-    problems: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as problem:
-            problems.append(problem)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "the cache is stuck"
-    for problem in problems:
-        raise problem
 
 
 def worker(kv: KV, number: int) -> Callable[[], None]:
@@ -76,7 +57,6 @@ def test_threads_share_a_cache(pages: int) -> None:
     for tenant in ("tenant 0", "tenant 1"):
         kv.forget(tenant=tenant)
     audit_empty(kv)
-    kv.close()
 
 
 def test_steps_belong_to_their_threads() -> None:
@@ -97,7 +77,6 @@ def test_steps_belong_to_their_threads() -> None:
 
     together(one, other)
     check_content(kv, seq, [1] * 9)
-    audit(kv)
 
 
 def test_a_finalizer_may_close_a_sequence_at_any_moment() -> None:
@@ -145,7 +124,6 @@ def test_a_finalizer_may_close_a_sequence_at_any_moment() -> None:
         gc.set_threshold(*threshold)
     gc.collect()
     assert kv.stats()["sequences"] == 0
-    audit(kv)
 
 
 def test_closing_the_cache_while_others_work() -> None:

@@ -82,4 +82,3 @@ def test_no_operation_takes_tensors_of_both(options: dict[str, Any], tmp_path: P
         with kv.open(text) as again:
             assert again.length >= 56
         kv.flush()
-    kv.close()

@@ -73,7 +73,6 @@ def test_every_place_is_told_of_a_request_once() -> None:
     inserts = [call for call in logs[0].calls if call.name == "insert"]
     assert [call.arguments[1:] for call in inserts] == [((0, 1), (-1, 0)), ((2,), (1,))]
     assert inserts[0].options["n_bytes"] == 4096 and inserts[0].options["lease"] == ""
-    kv.close()
 
 
 def test_what_was_given_up_is_still_named_and_comes_back_under_its_number() -> None:
@@ -87,8 +86,6 @@ def test_what_was_given_up_is_still_named_and_comes_back_under_its_number() -> N
     assert last.arguments[1] == (0, 1, 2)
     assert sorted(set(log.resident())) == sorted({b.slot for b in kv.planner.store.index})
     assert kv.explain([*P, 9]).known == 24
-    audit(kv)
-    kv.close()
 
 
 def keys(kv: KV, tokens: list[int]) -> list[bytes]:
@@ -110,7 +107,6 @@ def test_the_time_stands_still_while_pages_come_back_for_a_request() -> None:
     access = [call for call in device.calls if call.name == "access"][-1]
     back = [c for c in device.calls if c.name == "insert" and c.arguments[0] >= access.arguments[0]]
     assert back and {call.arguments[0] for call in back} == {access.arguments[0]}
-    kv.close()
 
 
 def test_every_layer_group_has_a_request_of_its_own() -> None:
@@ -130,7 +126,6 @@ def test_every_layer_group_has_a_request_of_its_own() -> None:
     assert len(full) == 3 and len(sliding) >= 1 and not set(full) & set(sliding)
     sessions = [visit.session for _, visit in visits]
     assert sessions[0] == sessions[2] != sessions[1] == sessions[3]
-    kv.close()
 
 
 def test_a_request_that_fails_is_called_off() -> None:
@@ -139,8 +134,6 @@ def test_a_request_that_fails_is_called_off() -> None:
     with pytest.raises(ZeroDivisionError):
         kv.open(P)
     assert told(log, "abort", "complete") == [("abort", 0)]
-    audit(kv)
-    kv.close()
 
 
 def test_a_sequence_that_nobody_closes_ends_too_and_forks_are_no_requests() -> None:
@@ -163,7 +156,6 @@ def test_warming_is_no_request() -> None:
         published(kv, [*prompt, 9])
     before = len(told(device, "access"))
     assert kv.warm(P) == 24 and len(told(device, "access")) == before
-    kv.close()
 
 
 # ---- leases and priorities
@@ -182,8 +174,6 @@ def test_a_lease_ends_where_it_was_given_for() -> None:
     kv.clock.advance(s=1000.0)
     with kv.open([4] * 9):
         assert [kv.explain([*p, 9]).known for p in (P, Q, R)] == [0, 0, 24]
-    audit(kv)
-    kv.close()
 
 
 def test_an_unknown_lease_is_refused_before_anything_happens() -> None:
@@ -191,7 +181,6 @@ def test_an_unknown_lease_is_refused_before_anything_happens() -> None:
     with pytest.raises(ConfigError, match="knows no lease class 'turn_ends'"):
         kv.open(P, lease="turn_ends")
     assert not kv._open and told(log, "access", "complete") == []
-    kv.close()
 
 
 @pytest.mark.parametrize("order", [(P, Q), (Q, P)])
@@ -202,7 +191,6 @@ def test_spans_are_kept_by_their_priority(order: tuple[list[int], list[int]]) ->
         published(kv, [*prompt, 9], retain=retain)
     published(kv, [*R, 4, 4, 4, 4, 4, 4, 4, 4, 9])
     assert kv.explain([*P, 9]).known == 16 and kv.explain([*Q, 9]).known <= 8
-    kv.close()
 
 
 def test_what_is_known_already_is_kept_as_the_next_request_says() -> None:
@@ -213,7 +201,6 @@ def test_what_is_known_already_is_kept_as_the_next_request_says() -> None:
     inserts = [call for call in log.calls[before:] if call.name == "insert"]
     assert [call.arguments[1] for call in inserts] == [(1, 2)]
     assert inserts[0].options["lease"] == Lease(rank=80, rank_s=5.0)
-    kv.close()
 
 
 def test_spans_overlap_and_may_be_open_ended() -> None:
@@ -226,7 +213,6 @@ def test_spans_overlap_and_may_be_open_ended() -> None:
             leases |= dict.fromkeys(call.arguments[1], call.options["lease"])
     low = Lease(rank=10)
     assert [leases[s] for s in range(6)] == [Lease(rank=70), Lease(rank=50), low, low, low, low]
-    kv.close()
 
 
 @pytest.mark.parametrize(
@@ -238,7 +224,6 @@ def test_a_span_is_checked(wrong: dict[str, int]) -> None:
     kv, _ = logged(pages=8)
     with pytest.raises(ConfigError, match="Retain"):
         kv.open(P, retain=[(0, 8)])
-    kv.close()
 
 
 # ---- hints, and requests that wait
@@ -257,7 +242,6 @@ def test_a_conversation_that_is_over_goes_first() -> None:
     ]
     published(kv, [*R, 9])
     assert kv.explain([*P, 9]).residency == {"device": 24}
-    kv.close()
 
 
 def test_a_hint_may_name_a_prompt_and_reaches_below_the_device() -> None:
@@ -269,7 +253,6 @@ def test_a_hint_may_name_a_prompt_and_reaches_below_the_device() -> None:
     for eta_s, sigma in ((-1.0, 0.5), (float("nan"), 0.5), (1.0, -1.0), (1.0, float("inf"))):
         with pytest.raises(ConfigError):
             kv.hint(P, eta_s, sigma=sigma)
-    kv.close()
 
 
 def test_the_last_turn_of_a_conversation_is_what_a_hint_is_about() -> None:
@@ -279,7 +262,6 @@ def test_the_last_turn_of_a_conversation_is_what_a_hint_is_about() -> None:
             advance(kv, [seq], [[token]])
     assert kv.hint("s", 1.0) == 32
     assert told(log, "hint")[-1][1] == (0, 1, 2, 3)
-    kv.close()
 
 
 def test_sessions_are_numbers_that_tell_no_name() -> None:
@@ -310,7 +292,6 @@ def test_a_request_that_waits_is_served_once_or_cancelled() -> None:
         ("enqueue", 3, ()),
         ("abort", 2),
     ]
-    kv.close()
 
 
 def test_what_waits_comes_nearer_and_stays() -> None:
@@ -324,8 +305,6 @@ def test_what_waits_comes_nearer_and_stays() -> None:
     assert kv.explain([*P, 9]).residency == {"device": 24}
     with kv.open([*P, 9]) as seq:
         assert seq.reused == 24
-    audit(kv)
-    kv.close()
 
 
 # ---- nothing of what was erased stays
@@ -357,8 +336,6 @@ def test_an_erased_prompt_leaves_no_ghost_and_no_session() -> None:
     assert {s for call in log.calls if call.name == "forget" for s in call.arguments[0]} >= set(
         range(6)
     )
-    audit(kv)
-    kv.close()
 
 
 def test_ghosts_of_a_prompt_that_lies_nowhere_are_erased_as_well() -> None:
@@ -369,8 +346,6 @@ def test_ghosts_of_a_prompt_that_lies_nowhere_are_erased_as_well() -> None:
     assert kv.forget([*P, 9]) == 0
     assert not set(keys(kv, [*P, *P[:8]])) & set(known_keys(kv))
     assert kv.forget([1] * 3) == 0 and not len(kv.planner.store.index.ghosts)  # no page to tell by
-    audit(kv)
-    kv.close()
 
 
 def test_a_shared_beginning_stays_and_the_tenants_of_others_too() -> None:
@@ -385,8 +360,6 @@ def test_a_shared_beginning_stays_and_the_tenants_of_others_too() -> None:
         assert seq.key(0, 0) not in known_keys(kv)
     kv.invalidate()
     assert known_keys(kv) == []
-    audit(kv)
-    kv.close()
 
 
 # ---- policies of all sorts
@@ -418,7 +391,6 @@ def test_a_policy_that_counts_no_pins_is_told_what_is_protected() -> None:
         with pytest.raises(CapacityError):
             opened(kv, [5] * 60)
         audit(kv)
-    kv.close()
 
 
 def test_pins_are_told_once_and_as_late_as_possible() -> None:
@@ -436,8 +408,6 @@ def test_pins_are_told_once_and_as_late_as_possible() -> None:
     published(kv, [*R, 9])
     published(kv, [*Q, 9])
     assert len(about(log, "unpin", 0)) == 1
-    audit(kv)
-    kv.close()
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu-ttl", "hazard", "auto"])
@@ -454,4 +424,3 @@ def test_any_policy_keeps_the_books_in_order(policy: str) -> None:
         seq.close("tool_use" if turn % 2 else "turn_end")
         audit(kv)
     assert all(log.digest() for log in logs)
-    kv.close()

@@ -11,6 +11,12 @@ from flowkv import Tier
 from flowkv.tiers import Completion, FrameInfo, Load, Outcome, Store
 
 LAYOUT = bytes(range(16))
+OTHERS: list[tuple[str, object]] = [
+    *(("kind", "state"), ("codec", 1), ("fidelity", 2), ("layout", bytes(16))),
+    *(("parent", bytes(32)), ("namespace", bytes(32)), ("tenant", bytes(32)), ("group", 2)),
+    *(("tokens", 63), ("rank", 2), ("world", 5), ("head_start", 1), ("head_stop", 3)),
+]
+"""Another value for each field of `info_of`."""
 
 
 def key_of(name: object) -> bytes:
@@ -83,6 +89,12 @@ def stored(tier: Tier, names: Sequence[object], size: int = 8192, **changes: obj
     """Stores frames, all of which must succeed."""
     done = put(tier, names, size, **changes)
     assert [answer.outcome for answer in done] == [Outcome.STORED] * len(names), done
+
+
+def leave(tier: Tier, names: Sequence[object], size: int = 8192) -> None:
+    """Stores frames, and closes the tier over them."""
+    stored(tier, names, size)
+    tier.close()
 
 
 def outcomes(done: Sequence[Completion]) -> list[tuple[str, str]]:

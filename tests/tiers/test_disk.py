@@ -36,6 +36,7 @@ from .frames import (
     hits,
     info_of,
     key_of,
+    leave,
     outcomes,
     put,
     stored,
@@ -69,7 +70,6 @@ def test_warm_restart(tmp_path: Path) -> None:
     assert tier.used_bytes() == used
     assert hits(tier, range(40)) == 38
     assert hits(tier, ["big"], size=300_000) == 1
-    tier.close()
 
 
 def test_stores_are_listed_as_they_began_whichever_ended_first(tmp_path: Path) -> None:
@@ -82,7 +82,6 @@ def test_stores_are_listed_as_they_began_whichever_ended_first(tmp_path: Path) -
     index[first] = held  # as if its write had ended last
     assert next(iter(index.items()))[0] != first
     assert list(tier.scan()) == before
-    tier.close()
 
 
 def test_what_a_hit_tells(tmp_path: Path) -> None:
@@ -96,7 +95,6 @@ def test_what_a_hit_tells(tmp_path: Path) -> None:
     job = tier.submit_load([Load(key_of("a"), memoryview(bytearray(8192)), bytes(16), 4)])
     assert outcomes(answers(tier, job, 1)) == [("miss", "layout")]
     assert tier.corrupt == 0
-    tier.close()
 
 
 def test_a_target_sees_verified_bytes_or_none(tmp_path: Path) -> None:
@@ -107,7 +105,6 @@ def test_a_target_sees_verified_bytes_or_none(tmp_path: Path) -> None:
     job = tier.submit_load([Load(key_of("a"), memoryview(target), LAYOUT, 0)])
     assert outcomes(answers(tier, job, 1)) == [("miss", "digest")]
     assert target == bytes(8192)
-    tier.close()
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:
@@ -133,7 +130,6 @@ def test_a_damaged_slot_is_not_used_again_until_the_next_start(tmp_path: Path) -
     assert tier.contains([key_of("a"), key_of("b")]) == [False, True]
     stored(tier, ["f"])
     assert held.slot in [other.slot for _, other in tier._store.entries()]
-    tier.close()
 
 
 def test_a_frame_in_the_place_of_another_is_a_miss(tmp_path: Path) -> None:
@@ -146,7 +142,6 @@ def test_a_frame_in_the_place_of_another_is_a_miss(tmp_path: Path) -> None:
     slab.write_bytes(data[size : 2 * size] + data[:size] + data[2 * size :])
     assert outcomes(get(tier, ["a", "b"])) == [("miss", "key")] * 2
     assert tier.corrupt == 2
-    tier.close()
 
 
 def test_F10_full_and_room_again(tmp_path: Path) -> None:
@@ -164,7 +159,6 @@ def test_F10_full_and_room_again(tmp_path: Path) -> None:
     tier.delete([key_of(name) for name in kept])
     stored(tier, ["large"], 500_000)
     assert hits(tier, ["new", "newer"], size) == 2
-    tier.close()
 
 
 def disk_bytes(directory: Path) -> int:
@@ -191,7 +185,6 @@ def test_F10_the_quota_holds_on_the_disk(tmp_path: Path, seed: int) -> None:
     tier = DiskTier(tmp_path, capacity)
     assert all(hits(tier, [name], size) for name, size in there.items())
     assert disk_bytes(tmp_path) <= capacity
-    tier.close()
 
 
 def test_F10_a_smaller_capacity_drops_the_oldest(tmp_path: Path) -> None:
@@ -204,7 +197,6 @@ def test_F10_a_smaller_capacity_drops_the_oldest(tmp_path: Path) -> None:
     assert disk_bytes(tmp_path) <= MIB
     there = [tier.contains([key_of(name)])[0] for name in range(100)]
     assert there == sorted(there) and 40 < sum(there) < 100
-    tier.close()
 
 
 def test_without_holes_in_files_space_stays_with_its_size(tmp_path: Path) -> None:
@@ -215,7 +207,6 @@ def test_without_holes_in_files_space_stays_with_its_size(tmp_path: Path) -> Non
     assert outcomes(put(tier, ["large"], 500_000)) == [("failed", "full")]
     stored(tier, kept, 16384)
     assert disk_bytes(tmp_path) <= MIB
-    tier.close()
 
 
 def test_slot_sizes() -> None:
@@ -243,8 +234,6 @@ def test_F10_second_process_reads_along(tmp_path: Path) -> None:
     stored(owner, ["e", "f"])  # one of them into the slot of "a"
     assert outcomes(get(reader, ["a", "e", "f"])) == [("miss", ""), ("hit", ""), ("hit", "")]
     assert (reader.corrupt, owner.corrupt) == (0, 0)
-    reader.close()
-    owner.close()
 
 
 def test_a_reader_follows_a_compaction(tmp_path: Path) -> None:
@@ -259,8 +248,6 @@ def test_a_reader_follows_a_compaction(tmp_path: Path) -> None:
     stored(owner, ["late"])
     assert hits(reader, ["kept", "late", 3]) == 2
     assert [entry.key for entry in reader.scan()] == [key_of("kept"), key_of("late")]
-    reader.close()
-    owner.close()
 
 
 def test_a_frame_that_moves_while_a_reader_reads(tmp_path: Path) -> None:
@@ -288,8 +275,6 @@ def test_a_frame_that_moves_while_a_reader_reads(tmp_path: Path) -> None:
     files.moves = 0
     assert outcomes(get(reader, ["a"])) == [("hit", "")]
     assert reader.corrupt == 0
-    reader.close()
-    owner.close()
 
 
 def test_a_reader_may_be_first_to_look(tmp_path: Path) -> None:
@@ -303,8 +288,6 @@ def test_a_reader_may_be_first_to_look(tmp_path: Path) -> None:
     (tmp_path / "aside-2").rename(journal)
     stored(owner, ["a"])
     assert hits(reader, ["a"]) == 1
-    reader.close()
-    owner.close()
 
 
 def test_F10_exclusive(tmp_path: Path) -> None:
@@ -322,7 +305,6 @@ def test_permissions(tmp_path: Path) -> None:
     stored(tier, ["a"])
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
-    tier.close()
 
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
@@ -373,9 +355,7 @@ def test_a_pipe_is_no_journal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format_", [1, 3, 99])
 def test_F11_another_format_is_moved_aside(tmp_path: Path, format_: int) -> None:
-    tier = DiskTier(tmp_path, MIB)
-    stored(tier, ["a"])
-    tier.close()
+    leave(DiskTier(tmp_path, MIB), ["a"])
     files = FileIO()
     superblock = read_superblock(files, tmp_path)
     assert superblock is not None
@@ -391,7 +371,6 @@ def test_F11_another_format_is_moved_aside(tmp_path: Path, format_: int) -> None
     tier.close()
     tier = DiskTier(tmp_path, MIB)  # and no second warning
     assert hits(tier, ["a", "b"]) == 1
-    tier.close()
 
 
 def test_F11_a_move_aside_that_was_interrupted_loses_nothing(
@@ -433,26 +412,20 @@ def test_F11_a_reader_of_another_format_is_empty(tmp_path: Path) -> None:
     "damage", [b"", b"{", b"\x00" * 300, b'{"store":"flowkv","format":7}\n00000000\n']
 )
 def test_a_damaged_superblock_is_repaired(tmp_path: Path, damage: bytes) -> None:
-    tier = DiskTier(tmp_path, MIB)
-    stored(tier, range(5))
-    tier.close()
+    leave(DiskTier(tmp_path, MIB), range(5))
     (tmp_path / "superblock.json").write_bytes(damage)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tier = DiskTier(tmp_path, MIB)
     assert hits(tier, range(5)) == 5
-    tier.close()
 
 
 def test_superblock_and_journal_lost(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, MIB)
-    stored(tier, range(5))
-    tier.close()
+    leave(DiskTier(tmp_path, MIB), range(5))
     (tmp_path / "superblock.json").unlink()
     (tmp_path / "journal").unlink()
     tier = DiskTier(tmp_path, MIB)
     assert hits(tier, range(5)) == 5
-    tier.close()
 
 
 @pytest.mark.parametrize("loss", ["gone", "empty", "zeros", "noise", "of another store"])
@@ -465,9 +438,7 @@ def test_journal_lost(tmp_path: Path, loss: str) -> None:
     if loss == "gone":
         journal.unlink()
     elif loss == "of another store":
-        other = DiskTier(tmp_path / "other", MIB)
-        stored(other, ["x"])
-        other.close()
+        leave(DiskTier(tmp_path / "other", MIB), ["x"])
         journal.write_bytes((tmp_path / "other" / "journal").read_bytes())
     else:
         noise = random.Random(0).randbytes(9000)
@@ -479,7 +450,6 @@ def test_journal_lost(tmp_path: Path, loss: str) -> None:
     tier.close()
     tier = DiskTier(tmp_path / "kv", 4 * MIB)
     assert hits(tier, [*range(20), "new"]) == 21
-    tier.close()
 
 
 def test_an_emptied_store_stays_empty(tmp_path: Path) -> None:
@@ -490,7 +460,6 @@ def test_an_emptied_store_stays_empty(tmp_path: Path) -> None:
     tier.close()
     tier = DiskTier(tmp_path, MIB)
     assert list(tier.scan()) == []
-    tier.close()
 
 
 def test_slab_cut_off(tmp_path: Path) -> None:
@@ -509,7 +478,6 @@ def test_slab_cut_off(tmp_path: Path) -> None:
     assert list(tier.scan()) == []
     stored(tier, range(6))
     assert hits(tier, range(6)) == 6
-    tier.close()
 
 
 def test_capacity_and_durability_are_checked(tmp_path: Path) -> None:
@@ -528,7 +496,6 @@ def test_sync(tmp_path: Path) -> None:
     tier.close()
     tier = DiskTier(tmp_path, MIB)
     assert hits(tier, range(10)) == 10
-    tier.close()
 
 
 def test_no_sync_on_the_way_of_a_store(tmp_path: Path) -> None:
@@ -537,7 +504,6 @@ def test_no_sync_on_the_way_of_a_store(tmp_path: Path) -> None:
     before = files.done.count("sync")
     stored(tier, range(10))
     assert files.done.count("sync") == before
-    tier.close()
 
 
 def test_close_finishes_what_is_queued(tmp_path: Path) -> None:
@@ -563,7 +529,6 @@ def test_the_descriptor_follows_the_answers(tmp_path: Path) -> None:
     assert select.select([fd], [], [], 20)[0]
     assert len(tier.poll()) == 1
     assert not select.select([fd], [], [], 0)[0]
-    tier.close()
 
 
 FORK = """
@@ -613,7 +578,6 @@ def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.Mo
     stored(tier, ["a"])
     assert hits(tier, ["a"]) == 1
     assert (tmp_path / "kv" / "slab-00000003").is_file()
-    tier.close()
 
 
 def test_a_deadline_may_be_infinite(tmp_path: Path) -> None:
@@ -622,7 +586,6 @@ def test_a_deadline_may_be_infinite(tmp_path: Path) -> None:
         [Store(key_of("a"), info_of(8192), memoryview(body_of("a")))], deadline_s=float("inf")
     )
     assert outcomes(answers(tier, job, 1)) == [("stored", "")]
-    tier.close()
 
 
 def test_fork(tmp_path: Path) -> None:

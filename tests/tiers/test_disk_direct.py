@@ -125,7 +125,6 @@ def test_they_arrive_without_a_copy(
         expected += 0 if unread else sum(load.target.nbytes for load in loads)
     assert not count.n_copied and count.n_bytes == (expected if compiled else count.n_bytes)
     assert compiled or not unread or not count.n_bytes
-    tier.close()
 
 
 def test_only_headers_go_into_staging_memory_and_only_once(tmp_path: Path) -> None:
@@ -150,7 +149,6 @@ def test_only_headers_go_into_staging_memory_and_only_once(tmp_path: Path) -> No
         others = [n_bytes for at, n_bytes in engine.reads if at not in places]
         assert others == [HEAD] * 2 * (turn == 0)
     assert tier._conductor._used_bytes == {False: 0, True: 0}
-    tier.close()
 
 
 @pytest.mark.parametrize("unread", [True, False])
@@ -233,7 +231,6 @@ def test_every_flip_is_found(unread: bool, known: bool, tmp_path: Path) -> None:
         assert arrived(tier, [rows.load(name, unread=unread)]) == [("miss", "")]
     assert tier.corrupt == 40 - served > 4
     assert not tier._store._slabs.pinned and tier._conductor._used_bytes == {False: 0, True: 0}
-    tier.close()
 
 
 @pytest.mark.parametrize("unread", [True, False])
@@ -256,7 +253,6 @@ def test_bytes_that_change_behind_the_disk_are_found_by_their_reader(
     loads += [rows.load("a", unread=unread)]
     assert arrived(tier, loads) == [("hit", "unsound") if unread else ("miss", "digest")]
     assert arrived(tier, [rows.load("a")]) == [("hit", "") if unread else ("miss", "")]
-    tier.close()
 
 
 def slot_bytes(tier: DiskTier, name: object) -> bytes:
@@ -296,7 +292,6 @@ def test_a_torn_or_strange_frame_is_never_served(what: str, known: bool, tmp_pat
         tier._conductor.known.invalidate(key_of("a"))
         assert arrived(tier, [rows.load("a")])[0][0] == "miss"
     assert arrived(tier, [rows.load("b", unread=True)]) == [("hit", "")]
-    tier.close()
 
 
 @pytest.mark.parametrize("keeps", [0, HEAD - 1, HEAD, HEAD + SIZE - 1])
@@ -310,7 +305,6 @@ def test_a_short_read_is_a_miss(keeps: int, tmp_path: Path) -> None:
         file.truncate(held.slot.offset + keeps)
     assert arrived(tier, [rows.load("b", unread=True)]) == [("miss", "truncated")]
     assert arrived(tier, [rows.load("a", unread=True)]) == [("hit", "")]
-    tier.close()
 
 
 def test_memory_that_is_read_into_late_is_used_for_nothing_else(tmp_path: Path) -> None:
@@ -335,7 +329,6 @@ def test_memory_that_is_read_into_late_is_used_for_nothing_else(tmp_path: Path) 
         tier.poll(0.01)
         gc.collect()
     assert bytes(other.target) == b"\xaa" * SIZE
-    tier.close()
 
 
 def test_memory_of_a_disk_that_never_answers_outlives_the_tier(
@@ -375,7 +368,6 @@ def test_too_much_memory_that_is_read_into_late_opens_the_breaker(tmp_path: Path
     names = range(8)
     loads = [rows.load(n, unread=True) for n in names]
     assert arrived(tier, loads) == [("hit", "")] * 8 and right(loads, names)
-    tier.close()
 
 
 def test_a_frame_that_moves_while_a_reader_reads(tmp_path: Path) -> None:
@@ -400,5 +392,3 @@ def test_a_frame_that_moves_while_a_reader_reads(tmp_path: Path) -> None:
         assert digests(load.target, STEP) != answer.digests
     assert arrived(reader, [rows.load("a")]) == [("miss", "")] and not reader.corrupt
     assert arrived(reader, [rows.load("b", unread=True)]) == [("hit", "")]
-    reader.close()
-    owner.close()

@@ -19,7 +19,7 @@ from tests.inside import IOEngine, ThreadsEngine, open_engine
 from tests.inside import io_engine as opening
 
 from .files_engine import FilesEngine
-from .frames import LAYOUT, answers, hits, info_of, key_of, outcomes, stored
+from .frames import LAYOUT, answers, hits, info_of, key_of, leave, outcomes, stored
 from .io.test_ladder import ROOT, run
 from .wraps import KINDS, bfloat16, envelope_of
 
@@ -98,13 +98,10 @@ def test_F12_frames_whole_and_in_part(opened: Opener, kind: str) -> None:
             assert load(tier, name, 1)[:2] == ("failed", "target")
         tier.close()
         tier = opened(envelope=envelope)
-    tier.close()
 
 
 def test_F12_damage_is_a_miss(opened: Opener, tmp_path: Path) -> None:
-    tier = opened()
-    stored(tier, range(6))
-    tier.close()
+    leave(opened(), range(6))
     slab = tmp_path / "kv" / "slab-00000003"
     data = bytearray(slab.read_bytes())
     data[12_288 + 5000] ^= 1
@@ -115,7 +112,6 @@ def test_F12_damage_is_a_miss(opened: Opener, tmp_path: Path) -> None:
     assert tier.corrupt == 2
     stored(tier, [*range(6), "more"])
     assert hits(tier, [*range(6), "more"]) == 7
-    tier.close()
 
 
 def test_F12_slots_are_reused_and_cleared(opened: Opener, tmp_path: Path) -> None:
@@ -127,14 +123,12 @@ def test_F12_slots_are_reused_and_cleared(opened: Opener, tmp_path: Path) -> Non
     assert hits(tier, range(100, 110), size=37_000) == 10
     assert tier.erase([key_of(n) for n in range(100, 105)]) == 5
     assert hits(tier, range(100, 110), size=37_000) == 5
-    tier.close()
 
 
 def test_F12_with_the_device(opened: Opener) -> None:
     tier = opened(durability="sync")
     stored(tier, range(20))
     assert hits(tier, range(20)) == 20
-    tier.close()
 
 
 def test_a_moment_without_threads_costs_its_stores(
@@ -155,7 +149,6 @@ def test_a_moment_without_threads_costs_its_stores(
     assert tier.contains([key_of(0)]) == [not reason]
     stored(tier, [1])
     assert hits(tier, [1]) == 1
-    tier.close()
 
 
 def test_F12_readers(opened: Opener) -> None:
@@ -168,8 +161,6 @@ def test_F12_readers(opened: Opener) -> None:
     owner.delete([key_of(n) for n in range(5)])
     stored(owner, range(20, 25))
     assert hits(reader, range(25)) == 10
-    reader.close()
-    owner.close()
 
 
 @pytest.mark.skipif(platform.machine() not in KNOWN, reason="numbers of system calls differ here")
@@ -194,7 +185,6 @@ def test_F12_takes_what_is_there(tmp_path: Path) -> None:
     assert tier.engine in ENGINES[:3]
     stored(tier, range(5))
     assert hits(tier, range(5)) == 5
-    tier.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody with fewer rights")
@@ -226,7 +216,6 @@ def test_F12_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name:
     stored(tier, range(20))
     assert hits(tier, range(20)) == 20
     assert not engine.direct
-    tier.close()
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no file system in memory here")

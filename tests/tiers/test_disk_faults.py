@@ -22,7 +22,7 @@ from tests.inside import RECORD_BYTES, RECORDS, Arena, ErasureLog, StoreError
 from .crashing import MemoryFiles
 from .faulty import CHANGES, FastFiles, FaultyFiles, NeverFiles
 from .files_engine import tier_over
-from .frames import LAYOUT, body_of, get, hits, info_of, key_of, put, stored
+from .frames import LAYOUT, body_of, get, hits, info_of, key_of, leave, put, stored
 
 MIB = 1 << 20
 SMALL = 256 << 10
@@ -165,7 +165,6 @@ def test_F5_a_descriptor_is_gone_even_if_closing_it_fails(
     tier.close()
     tier = tier_over(FastFiles(), directory, SMALL, threads=0)
     assert hits(tier, range(4)) == 4
-    tier.close()
 
 
 def test_F5_a_directory_that_goes_while_its_tier_is_closed(
@@ -193,7 +192,6 @@ def test_F5_a_disk_that_stays_full(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, MIB)
     assert tier.contains([key_of(n) for n in range(14)]) == [False] * 2 + [True] * 8 + [False] * 4
     assert hits(tier, [*range(2, 10), "after"]) == 9
-    tier.close()
 
 
 def test_F5_a_disk_that_cannot_read(tmp_path: Path) -> None:
@@ -212,7 +210,6 @@ def test_F5_a_disk_that_cannot_read(tmp_path: Path) -> None:
     assert [(a.outcome, a.reason) for a in get(tier, ["a"])] == [(Outcome.FAILED, "EIO")]
     files.broken = False
     assert hits(tier, ["a"]) == 1
-    tier.close()
 
 
 def test_F5_reads_in_pieces(tmp_path: Path) -> None:
@@ -220,12 +217,9 @@ def test_F5_reads_in_pieces(tmp_path: Path) -> None:
         def read(self, fd: int, buffers: list[memoryview], offset: int) -> int:
             return super().read(fd, [buffers[0][:1000]], offset)
 
-    tier = tier_over(Pieces(), tmp_path, MIB)
-    stored(tier, range(5))
-    tier.close()
+    leave(tier_over(Pieces(), tmp_path, MIB), range(5))
     tier = tier_over(Pieces(), tmp_path, MIB)
     assert hits(tier, range(5)) == 5
-    tier.close()
 
 
 FRAMES = 50

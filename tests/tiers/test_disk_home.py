@@ -32,7 +32,7 @@ from tests.inside import (
 
 from .faulty import FaultyFiles, Solid
 from .files_engine import tier_over
-from .frames import answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
+from .frames import answers, body_of, get, hits, info_of, key_of, leave, outcomes, put, stored
 
 MIB = 1 << 20
 OURS = re.compile(r"lock|superblock\.json|journal|slab-\d{8}")
@@ -49,16 +49,16 @@ def test_the_directory_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("names", [[], ["a", "b"]], ids=["unused", "used"])
 def test_a_directory_of_a_tier_that_is_garbage_is_taken_over(
-    tmp_path: Path, names: list[str]
+    tmp_path: Path, names: list[str], ended: dict[int, object]
 ) -> None:
     tier = DiskTier(tmp_path / "kv", MIB)
     if names:
         stored(tier, names)
     tier.own_cycle = tier  # type: ignore[attr-defined]
+    ended.clear()
     del tier  # and no collection
     heir = DiskTier(tmp_path / "kv", MIB, exclusive=True)
     assert heir.writable and heir.contains(list(map(key_of, names))) == [True] * len(names)
-    heir.close()
 
 
 def test_files_of_others_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +100,7 @@ def test_a_link_to_a_directory_is_judged_by_where_it_leads(tmp_path: Path) -> No
     parent = tmp_path / "parent"
     (parent / "kv").mkdir(parents=True, mode=0o700)
     (tmp_path / "link").symlink_to(parent / "kv")
-    tier = DiskTier(tmp_path / "link", MIB)
-    stored(tier, ["a"])
-    tier.close()
+    leave(DiskTier(tmp_path / "link", MIB), ["a"])
     parent.chmod(0o777)
     with pytest.raises(StoreError, match="all users may replace"):
         DiskTier(tmp_path / "link", MIB)
@@ -134,8 +132,6 @@ def test_directories_stack(tmp_path: Path) -> None:
         len(there),
         len(moved),
     )
-    fast.close()
-    slow.close()
 
 
 # --- nothing is left ------------------------------------------------------------------------
@@ -174,7 +170,6 @@ def test_erased_frames_leave_nothing(tmp_path: Path, files: type[FileIO]) -> Non
     tier.close()
     tier = DiskTier(tmp_path, MIB)
     assert hits(tier, [*range(6), *range(100, 110)]) == 13
-    tier.close()
 
 
 def test_an_erasure_that_fails_says_so(tmp_path: Path) -> None:
@@ -189,7 +184,6 @@ def test_an_erasure_that_fails_says_so(tmp_path: Path) -> None:
     assert tier.erase([]) == 0  # the frame is forgotten, its bytes are not
     assert not anywhere(tmp_path, "a")
     assert hits(tier, ["b"]) == 1
-    tier.close()
 
 
 class Forgetful(Solid):
@@ -227,19 +221,15 @@ def test_an_erasure_whose_sync_failed_writes_all_of_it_again(tmp_path: Path) -> 
         tier.erase([key_of("a")])
     assert tier.erase([]) == 0
     assert not anywhere(tmp_path, "a") and not anywhere(tmp_path, "bad")
-    tier.close()
 
 
 def test_what_is_aside_cannot_be_erased(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, MIB)
-    stored(tier, ["a"])
-    tier.close()
+    leave(DiskTier(tmp_path, MIB), ["a"])
     write_superblock(FileIO(), tmp_path, Superblock(store="flowkv", format=1))
     with pytest.warns(UserWarning, match="starting empty"):
         tier = DiskTier(tmp_path, MIB)
     with pytest.raises(StoreError, match=r"aside-1 holds a store of another format\. Delete"):
         tier.erase([key_of("a")])
-    tier.close()
 
 
 def test_only_the_owner_erases(tmp_path: Path) -> None:
@@ -249,8 +239,6 @@ def test_only_the_owner_erases(tmp_path: Path) -> None:
         reader = DiskTier(tmp_path, MIB)
     with pytest.raises(StoreError, match="another cache of this process"):
         reader.erase([key_of("a")])
-    reader.close()
-    owner.close()
 
 
 def test_deleted_frames_stay_away_without_a_journal(tmp_path: Path) -> None:
@@ -261,7 +249,6 @@ def test_deleted_frames_stay_away_without_a_journal(tmp_path: Path) -> None:
     (tmp_path / "journal").unlink()
     tier = DiskTier(tmp_path, MIB)
     assert {entry.key for entry in tier.scan()} == {key_of(n) for n in range(30, 40)}
-    tier.close()
 
 
 # --- repair ---------------------------------------------------------------------------------
@@ -313,7 +300,6 @@ def test_repair_drops_what_is_damaged(tmp_path: Path) -> None:
     assert repair(str(tmp_path)).bad == 0
     tier = DiskTier(tmp_path, MIB)
     assert hits(tier, [*range(40), "late"]) == 36
-    tier.close()
 
 
 def test_repair_of_encrypted_frames_needs_the_secret(tmp_path: Path) -> None:
@@ -342,15 +328,12 @@ def test_repair_of_encrypted_frames_needs_the_secret(tmp_path: Path) -> None:
     (tmp_path / "journal").unlink()
     tier = DiskTier(tmp_path, MIB, envelope=sealed)  # the slots know, for who has the secret
     assert hits(tier, [*range(40), "late"]) == 38
-    tier.close()
 
 
 def test_repair_of_a_store_of_both_kinds(tmp_path: Path) -> None:
     ring = Keyring(bytes(range(32)))
     filled(tmp_path)
-    tier = DiskTier(tmp_path, MIB, envelope=Envelope(integrity="aead", keyring=ring))
-    stored(tier, ["secret"])
-    tier.close()
+    leave(DiskTier(tmp_path, MIB, envelope=Envelope(integrity="aead", keyring=ring)), ["secret"])
     damage(tmp_path, 0)
     damage(tmp_path, 2)
     report = repair(tmp_path, keyring=ring)
@@ -379,7 +362,6 @@ def test_the_wrong_secret_is_a_miss(tmp_path: Path) -> None:
         tier = DiskTier(tmp_path, MIB)  # who wants no encryption gets no encrypted frame
     assert outcomes(get(tier, [1])) == [("miss", "integrity")]
     assert tier.contains([key_of(1)]) == [True]
-    tier.close()
 
 
 @pytest.mark.parametrize("size", [8192, 1 << 20])  # checked by the interpreter, and compiled
@@ -398,7 +380,6 @@ def test_an_older_frame_in_the_same_place_is_a_miss(tmp_path: Path, size: int) -
         file.write(before)
     assert scrub(tmp_path).bad == 1
     assert outcomes(get(tier, ["a"], size)) == [("miss", "foreign")]
-    tier.close()
 
 
 # --- who may write --------------------------------------------------------------------------
@@ -486,7 +467,6 @@ def test_what_is_no_longer_ours_is_not_written(
     for name in [0, 1, 2, "lost"]:
         for answer in get(tier, [name]):
             assert answer.outcome in (Outcome.HIT, Outcome.MISS)
-    tier.close()
 
 
 @pytest.mark.parametrize("harm", HARM)
@@ -551,8 +531,6 @@ def test_a_lost_lock_is_noticed_in_the_middle_of_a_store(tmp_path: Path) -> None
     assert outcomes(put(tier, ["b"])) == [("failed", "ESTALE")]
     second = another(tmp_path)
     assert second.writable and not second.contains([key_of("b")])[0]
-    second.close()
-    tier.close()
 
 
 @pytest.mark.parametrize("threads", [0, 1])
@@ -614,9 +592,7 @@ class ReadOnly(FileIO):
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
 def test_a_read_only_file_system_serves_what_it_holds(tmp_path: Path, code: int) -> None:
-    tier = DiskTier(tmp_path, MIB)
-    stored(tier, range(4))
-    tier.close()
+    leave(DiskTier(tmp_path, MIB), range(4))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.warns(UserWarning, match=os.strerror(code)):
         tier = tier_over(ReadOnly(code), tmp_path, MIB)
@@ -637,9 +613,7 @@ def test_a_read_only_file_system_serves_what_it_holds(tmp_path: Path, code: int)
 def test_a_mount_that_is_read_only(tmp_path: Path) -> None:
     """The same with real system calls: io_uring, and no file without a name."""
     directory = tmp_path / "kv"
-    tier = DiskTier(directory, MIB)
-    stored(tier, range(4))
-    tier.close()
+    leave(DiskTier(directory, MIB), range(4))
     script = (
         "import sys, warnings; sys.path.insert(0, sys.argv[2]); warnings.simplefilter('ignore');"
         "from tests.tiers.test_disk_home import *;"

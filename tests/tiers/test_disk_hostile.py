@@ -268,7 +268,6 @@ def test_an_honest_journal_is_read_whatever_the_capacity_is_now(tmp_path: Path) 
     assert (directory / "journal").stat().st_size > 2 * (64 << 10)
     tier = DiskTier(directory, 256 << 10, threads=0)
     assert hits(tier, range(590, 600), 10) == 10
-    tier.close()
 
 
 def test_a_frame_far_out_in_a_file_of_holes(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from tests.inside import (
     write_superblock,
 )
 
-from .frames import body_of, info_of, key_of, stored
+from .frames import body_of, info_of, key_of, leave, stored
 
 MIB = 1 << 20
 
@@ -72,7 +72,6 @@ def test_inspecting_does_not_get_in_the_way(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     tier = DiskTier(tmp_path, MIB)
     assert tier.writable
-    tier.close()
 
 
 def test_scrub(tmp_path: Path) -> None:
@@ -88,7 +87,6 @@ def test_scrub(tmp_path: Path) -> None:
     slab.write_bytes(data)
     assert scrub(str(tmp_path)).bad == 1
     assert len(list(tier.scan())) == 7, "a scrub changes nothing"
-    tier.close()
 
 
 def test_what_the_owner_dropped_meanwhile_is_not_bad(tmp_path: Path) -> None:
@@ -100,7 +98,6 @@ def test_what_the_owner_dropped_meanwhile_is_not_bad(tmp_path: Path) -> None:
             stored(tier, ["new"])
 
     assert scrub(tmp_path, drop).bad == 0
-    tier.close()
 
 
 @pytest.mark.parametrize("loss", [None, b"", bytes(4096), b"noise" * 3000])
@@ -116,9 +113,7 @@ def test_without_a_journal(tmp_path: Path, loss: bytes | None) -> None:
 
 
 def test_damaged_pages_are_counted(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, MIB)
-    stored(tier, range(40))
-    tier.close()
+    leave(DiskTier(tmp_path, MIB), range(40))
     journal = bytearray((tmp_path / "journal").read_bytes())
     journal[4096:8192] = random.Random(0).randbytes(4096)
     (tmp_path / "journal").write_bytes(journal)

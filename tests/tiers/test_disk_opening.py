@@ -48,7 +48,6 @@ def test_compressed_frames_beside_others_are_read_without_a_compressor(
     packed = [entry for entry in reader.scan() if entry.n_bytes < SIZE]
     assert 0 < len(packed) < COUNT, "some frames must be compressed, and some not"
     assert reader.corrupt == 0
-    reader.close()
 
 
 @pytest.mark.filterwarnings("ignore:of the frames in:UserWarning")
@@ -72,7 +71,6 @@ def test_frames_of_the_other_integrity_are_replaced_when_they_are_stored_anew(
     tier.close()
     tier = DiskTier(tmp_path, 1 << 20, envelope=before)
     assert hits(tier, ["a"]) == (way == "no key")
-    tier.close()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -92,7 +90,6 @@ def test_a_frame_whose_integrity_was_damaged_is_dropped(
     assert tier.corrupt == 1 and tier.contains([key_of("a")]) == [False]
     stored(tier, ["a"])
     assert hits(tier, ["a"]) == 1
-    tier.close()
 
 
 def test_what_checks_large_batches_is_compiled_when_a_tier_is_open(

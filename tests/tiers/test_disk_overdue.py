@@ -4,7 +4,9 @@ touched after its answer (D10)."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,17 +26,26 @@ def load_of(name: object, target: bytearray | memoryview) -> Load:
     return Load(key_of(name), memoryview(target), LAYOUT)
 
 
+def gated(
+    path: Path, holds: str, names: Sequence[object] = (), **options: Any
+) -> tuple[GatedEngine, DiskTier]:
+    """An engine that from now on holds these operations back, and a tier that has these frames."""
+    engine = GatedEngine()
+    tier = DiskTier(path, MIB, engine=engine, **options)
+    if names:
+        stored(tier, names)
+    engine.holds = holds
+    return engine, tier
+
+
 def store_of(name: object, body: bytes | bytearray | None = None, size: int = 8192) -> Store:
     return Store(key_of(name), info_of(size), memoryview(body or body_of(name, size)))
 
 
 def test_an_overdue_load_does_not_touch_its_target(tmp_path: Path) -> None:
-    engine, clock = GatedEngine(), ManualClock()
-    tier = DiskTier(tmp_path, MIB, engine=engine, clock=clock)
-    stored(tier, ["a"])
-    engine.holds = "read"
-    target = bytearray(8192)
-    job = tier.submit_load([load_of("a", target)], deadline_s=3)
+    clock = ManualClock()
+    engine, tier = gated(tmp_path, "read", ["a"], clock=clock)
+    job = tier.submit_load([load_of("a", target := bytearray(8192))], deadline_s=3)
     assert engine.entered.acquire(timeout=60)
     assert tier.poll() == []
     clock.advance(s=3)
@@ -46,11 +57,9 @@ def test_an_overdue_load_does_not_touch_its_target(tmp_path: Path) -> None:
 
 
 def test_an_overdue_store_is_undone(tmp_path: Path) -> None:
-    engine, clock = GatedEngine(), ManualClock()
-    tier = DiskTier(tmp_path, MIB, engine=engine, clock=clock)
-    used = tier.used_bytes()
-    engine.holds = "write"
-    body = bytearray(body_of("a"))
+    clock = ManualClock()
+    engine, tier = gated(tmp_path, "write", clock=clock)
+    used, body = tier.used_bytes(), bytearray(body_of("a"))
     job = tier.submit_store([store_of("a", body)], deadline_s=3)
     assert engine.entered.acquire(timeout=60)
     clock.advance(s=4)
@@ -64,14 +73,11 @@ def test_an_overdue_store_is_undone(tmp_path: Path) -> None:
     tier.close()
     tier = DiskTier(tmp_path, MIB)
     assert list(tier.scan()) == []
-    tier.close()
 
 
 def test_a_store_that_waits_for_the_device_is_undone_too(tmp_path: Path) -> None:
-    engine, clock = GatedEngine(), ManualClock()
-    tier = DiskTier(tmp_path, MIB, engine=engine, clock=clock, durability="sync")
-    stored(tier, ["a"])
-    engine.holds = "sync"
+    clock = ManualClock()
+    engine, tier = gated(tmp_path, "sync", ["a"], clock=clock, durability="sync")
     late = tier.submit_store([store_of("b")], deadline_s=3)
     assert engine.entered.acquire(timeout=60)
     behind = tier.submit_store([store_of("c")], deadline_s=30)  # gathers for the next group
@@ -80,13 +86,11 @@ def test_a_store_that_waits_for_the_device_is_undone_too(tmp_path: Path) -> None
     engine.release()
     assert outcomes(answers(tier, behind, 1)) == [("stored", "")]
     assert tier.contains([key_of(name) for name in "abc"]) == [True, False, True]
-    tier.close()
 
 
 def test_items_that_wait_too_long_fail(tmp_path: Path) -> None:
-    engine, clock = GatedEngine(), ManualClock()
-    tier = DiskTier(tmp_path, MIB, engine=engine, clock=clock, queue_bytes=3 * 8192)
-    engine.holds = "write"
+    clock = ManualClock()
+    engine, tier = gated(tmp_path, "write", clock=clock, queue_bytes=3 * 8192)
     first = tier.submit_store([store_of(0)], deadline_s=3)
     assert engine.entered.acquire(timeout=60)
     arena = tier._conductor._arena
@@ -108,28 +112,20 @@ def test_items_that_wait_too_long_fail(tmp_path: Path) -> None:
     wait_for(lambda: not tier._wishes._waiting_bytes)
     stored(tier, [8])
     assert tier.contains([key_of(n) for n in range(9)]) == [False] * 8 + [True]
-    tier.close()
 
 
 def test_stores_of_one_key_share_its_fate(tmp_path: Path) -> None:
-    engine = GatedEngine()
-    tier = DiskTier(tmp_path, MIB, engine=engine)
-    engine.holds = "write"
-    item = store_of("a")
-    job = tier.submit_store([item, item, item])
+    engine, tier = gated(tmp_path, "write")
+    job = tier.submit_store([store_of("a")] * 3)
     assert engine.entered.acquire(timeout=60)
     engine.release()
     assert outcomes(answers(tier, job, 3)) == [("stored", "")] * 3
     assert sum(1 for _ in tier.scan()) == 1
-    tier.close()
 
 
 def test_a_slot_is_not_reused_while_it_is_read(tmp_path: Path) -> None:
-    engine = GatedEngine()
-    tier = DiskTier(tmp_path, MIB, engine=engine)
-    stored(tier, ["a"])
+    engine, tier = gated(tmp_path, "read", ["a"])
     (place,) = [held.slot for _, held in tier._store.entries()]
-    engine.holds = "read"
     job = tier.submit_load([load_of("a", target := bytearray(8192))])
     assert engine.entered.acquire(timeout=60)
     assert tier.delete([key_of("a")]) == 1
@@ -140,16 +136,12 @@ def test_a_slot_is_not_reused_while_it_is_read(tmp_path: Path) -> None:
     assert target == body_of("a")
     stored(tier, ["c"])
     assert place in [held.slot for _, held in tier._store.entries()]
-    tier.close()
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
 def test_what_is_cancelled_leaves_its_memory_alone(tmp_path: Path, what: str) -> None:
-    engine = GatedEngine()
-    tier = DiskTier(tmp_path, MIB, engine=engine)
-    stored(tier, ["a"])
+    engine, tier = gated(tmp_path, what, ["a"])
     target, body = bytearray(8192), bytearray(body_of("b"))
-    engine.holds = what
     if what == "read":
         job = tier.submit_load([load_of("a", target)])
     else:
@@ -162,7 +154,6 @@ def test_what_is_cancelled_leaves_its_memory_alone(tmp_path: Path, what: str) ->
     tier.cancel(job)  # once more does nothing
     assert hits(tier, ["a", "b"]) == 1
     assert target == bytes(8192)
-    tier.close()
 
 
 def test_too_much_retired_memory_opens_the_breaker(tmp_path: Path) -> None:
@@ -224,15 +215,11 @@ def test_stores_do_not_starve(tmp_path: Path) -> None:
     while waiting:
         waiting -= {answer.job for answer in tier.poll(1.0)}
     assert hits(tier, ["new"]) == 1
-    tier.close()
 
 
 def test_close_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowkv.tiers.disk.tier.CLOSE_S", 0.2)
-    engine = GatedEngine()
-    tier = DiskTier(tmp_path, MIB, engine=engine)
-    stored(tier, ["a"])
-    engine.holds = "read"
+    engine, tier = gated(tmp_path, "read", ["a"])
     job = tier.submit_load([load_of("a", target := bytearray(8192))])
     assert engine.entered.acquire(timeout=60)
     tier.close()
@@ -264,10 +251,7 @@ def test_close_leaves_memory_alone_that_is_being_read(
 
 def test_erasing_what_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowkv.tiers.disk.tier.ERASE_S", 0.05)
-    engine = GatedEngine()
-    tier = DiskTier(tmp_path, MIB, engine=engine)
-    stored(tier, ["a"])
-    engine.holds = "read"
+    engine, tier = gated(tmp_path, "read", ["a"])
     job = tier.submit_load([load_of("a", bytearray(8192))])
     assert engine.entered.acquire(timeout=60)
     with pytest.raises(StoreError, match="being read right now"):
@@ -279,7 +263,6 @@ def test_erasing_what_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert outcomes(answers(tier, job, 1)) == [("hit", "")]
     assert tier.erase([]) == 0
     assert body_of("a")[:512] not in (tmp_path / "slab-00000003").read_bytes()
-    tier.close()
 
 
 def test_a_large_store_does_not_starve_either(tmp_path: Path) -> None:
@@ -302,7 +285,6 @@ def test_a_large_store_does_not_starve_either(tmp_path: Path) -> None:
         tier.submit_load([load_of(at % 8, target)])
     assert [answer.outcome for answer in done if answer.job == job] == [Outcome.STORED]
     engine.release()
-    tier.close()
 
 
 def test_stores_wait_for_few_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +314,6 @@ def test_stores_wait_for_few_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         done += tier.poll(1.0)
     assert {answer.outcome for answer in done} == {Outcome.HIT, Outcome.STORED} and len(jobs) == 2
     assert order.index("write") <= 4 and order.count("read") == 32
-    tier.close()
 
 
 def test_loads_pass_stores_that_the_disk_does_not_take(
@@ -358,7 +339,6 @@ def test_loads_pass_stores_that_the_disk_does_not_take(
     assert target == body_of("c", size)
     engine.release()
     assert outcomes(answers(tier, job, 8)) == [("stored", "")] * 8
-    tier.close()
 
 
 def test_nobody_waits_for_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,17 +363,13 @@ def test_nobody_waits_for_what_went_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     assert hits(tier, ["a"]) == 1
     staged = tier._conductor._arena
     assert staged.free_bytes == staged.n_bytes and tier.erase([key_of("a")]) == 1, "nothing leaked"
-    tier.close()
 
 
 def test_memory_with_gaps_is_refused_and_costs_nobody_else_anything(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, MIB)
     stored(tier, ["a"])
-    gaps, target, used = (
-        np.zeros((8192, 2), np.uint8)[:, 0].data,
-        bytearray(8192),
-        tier.used_bytes(),
-    )
+    gaps, target = np.zeros((8192, 2), np.uint8)[:, 0].data, bytearray(8192)
+    used = tier.used_bytes()
     job = tier.submit_store([Store(key_of("b"), info_of(8192), gaps)])
     assert outcomes(answers(tier, job, 1)) == [("failed", "invalid")]
     assert tier.used_bytes() == used
@@ -401,4 +377,3 @@ def test_memory_with_gaps_is_refused_and_costs_nobody_else_anything(tmp_path: Pa
     job = tier.submit_load([load_of("a", gaps), load_of("a", target)])
     assert outcomes(answers(tier, job, 2)) == [("failed", "target"), ("hit", "")]
     assert target == body_of("a") and tier.erase([key_of("a"), key_of("b")]) == 2
-    tier.close()

@@ -235,7 +235,6 @@ def test_F2_deletions_reach_the_device_before_what_took_their_place() -> None:
         assert [answer.outcome for answer in tier.poll()] == [Outcome.STORED]
         assert files.order == order
         assert tier.delete([KEYS[name]]) == 1
-    tier.close()
 
 
 @pytest.mark.parametrize("durable", [False, True])

@@ -62,7 +62,6 @@ def test_what_cannot_be_sealed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tier._conductor._arena.free_bytes == tier._conductor._arena.n_bytes
     stored(tier, range(3))
     assert hits(tier, range(3)) == 3
-    tier.close()
 
 
 def test_a_store_that_fails_once_it_has_a_slot_is_not_sealed(
@@ -100,7 +99,6 @@ def test_a_store_that_fails_once_it_has_a_slot_is_not_sealed(
     assert tier.used_bytes() == used and arena.free_bytes == arena.n_bytes
     stored(tier, ["a"])
     assert hits(tier, ["a"]) == 1
-    tier.close()
 
 
 @pytest.mark.parametrize("where", ["to_sync", "append"])
@@ -122,7 +120,6 @@ def test_a_store_that_cannot_count_is_answered(
     assert tier.used_bytes() == used
     stored(tier, ["a"])
     assert hits(tier, ["a"]) == 1
-    tier.close()
 
 
 def test_large_batches_go_there_and_back(tmp_path: Path) -> None:
@@ -138,4 +135,3 @@ def test_large_batches_go_there_and_back(tmp_path: Path) -> None:
         found = (tmp_path / f"slab-{held.slot.granules:08d}").read_bytes()
         made = Envelope().seal(key_of(n), info, body, generation=held.seq)
         assert found[held.slot.offset :][: made.n_bytes] == b"".join([made.header, *made.parts])
-    tier.close()

@@ -109,7 +109,6 @@ def test_headers_are_read_once(tmp_path: Path) -> None:
     engine.reads.clear()
     assert read(tier, names, 2, 0) == [("hit", "")] * 5
     assert engine.reads == [SIZE - 2 * STEP] * 5
-    tier.close()
 
 
 def test_damage_is_found_and_costs_that_frame_alone(tmp_path: Path) -> None:
@@ -121,7 +120,6 @@ def test_damage_is_found_and_costs_that_frame_alone(tmp_path: Path) -> None:
     assert tier.contains([key_of(n) for n in "abc"]) == [True, False, True]
     assert tier.corrupt == 1
     assert read(tier, "abc", 4) == [("hit", ""), ("miss", ""), ("hit", "")]
-    tier.close()
 
 
 def test_another_frame_of_the_same_name_is_not_taken_for_the_former(tmp_path: Path) -> None:
@@ -135,7 +133,6 @@ def test_another_frame_of_the_same_name_is_not_taken_for_the_former(tmp_path: Pa
     (load,), (target,) = loads_of("a", 1)
     assert outcomes(answers(tier, tier.submit_load([load]), 1)) == [("hit", "")]
     assert target == other[STEP : 2 * STEP]
-    tier.close()
 
 
 def test_nothing_is_known_of_what_was_erased(tmp_path: Path) -> None:
@@ -144,7 +141,6 @@ def test_nothing_is_known_of_what_was_erased(tmp_path: Path) -> None:
     assert key_of("a") in tier._conductor.known
     tier.erase([key_of("a")])
     assert key_of("a") not in tier._conductor.known
-    tier.close()
 
 
 def test_what_is_known_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +150,6 @@ def test_what_is_known_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for first in range(4):
         assert read(tier, names, first) == [("hit", "")] * 8
     assert sum(key_of(name) in tier._conductor.known for name in names) == 3
-    tier.close()
 
 
 @pytest.mark.parametrize("fails", [1, 3])
@@ -169,7 +164,6 @@ def test_a_read_that_fails_fails_one_load_at_most(tmp_path: Path, fails: int) ->
     found = read(tier, names, 2)
     assert sorted(found) == [("failed", "EIO")] + [("hit", "")] * 3
     assert read(tier, names, 3) == [("hit", "")] * 4
-    tier.close()
 
 
 def test_loads_that_do_not_fit_are_answered_beside_those_that_do(tmp_path: Path) -> None:
@@ -190,7 +184,6 @@ def test_loads_that_do_not_fit_are_answered_beside_those_that_do(tmp_path: Path)
         ("hit", ""),
     ]
     assert targets[5] == body_of("f", SIZE)[7 * STEP : 8 * STEP]
-    tier.close()
 
 
 @pytest.mark.parametrize("how", ["cancel", "late"])
@@ -250,7 +243,6 @@ def test_what_goes_wrong_with_some_stripes_costs_nobody_else_anything(
     for name, target in zip("abcd", targets + theirs, strict=True):
         assert target == body_of(name, SIZE)[3 * STEP : 4 * STEP]
     assert not tier._store._slabs.pinned and set(tier._conductor._used_bytes.values()) == {0}
-    tier.close()
 
 
 @pytest.fixture(scope="module")
@@ -321,4 +313,3 @@ def test_while_others_store_delete_and_erase(tmp_path: Path) -> None:
                     wanted = body_of(names[answer.item], SIZE)[at : at + STEP]
                     assert targets[answer.item] == wanted, "WRONG BYTES"
     assert not tier._store._slabs.pinned
-    tier.close()

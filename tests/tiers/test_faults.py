@@ -39,7 +39,7 @@ from tests.hooks.nano import make_nano
 from tests.inside import MAGIC, ArchiveReader, HostTier, StoreError, digest_of
 
 from .fault_list import FAULTS
-from .frames import LAYOUT, answers, body_of, get, info_of, key_of, outcomes, stored
+from .frames import LAYOUT, answers, body_of, get, info_of, key_of, leave, outcomes, stored
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
@@ -403,9 +403,7 @@ def test_S10_frames(at: int, noise: bytes) -> None:
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sample") / "kv"
-    tier = DiskTier(directory, MIB)
-    stored(tier, range(12))
-    tier.close()
+    leave(DiskTier(directory, MIB), range(12))
     return directory
 
 

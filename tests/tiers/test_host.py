@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import select
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from flowkv import Tier
 from flowkv.tiers import BadFrame, Load, Outcome, Store
+from tests.clock import together
 from tests.inside import ConfigError, HostTier, ManualClock, StateError, host, tiers_digest
 
 from .counting import Counting
@@ -120,7 +122,6 @@ def test_the_descriptor_follows_the_answers() -> None:
     assert not select.select([fd], [], [], 0)[0]
     tier.submit_load([Load(key_of("a"), memoryview(bytearray(1)), LAYOUT, 0)])
     assert select.select([fd], [], [], 0)[0]
-    tier.close()
 
 
 def test_threads() -> None:
@@ -136,11 +137,7 @@ def test_threads() -> None:
             tier.delete([key_of(name + 1)])
             done.extend(tier.poll())
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, seed) for seed in range(4)))
     done += tier.poll()
     assert len(done) == 800
     assert {answer.outcome for answer in done} <= {Outcome.STORED, Outcome.HIT, Outcome.MISS}
@@ -196,7 +193,6 @@ def test_many_bytes_come_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads == {"flowkv host_0"}
     small = tier.submit_load(loads[:1])
     assert [one.job for one in tier.poll()] == [small], "a small job is answered at once"
-    tier.close()
 
 
 def many(names: str, size: int = 1 << 17, step: int = 4096) -> list[Store]:
@@ -226,7 +222,6 @@ def test_many_bytes_are_stored_by_threads(threads: int, monkeypatch: pytest.Monk
     twice = answers(tier, tier.submit_store(many("aabb")), 4)
     assert outcomes(twice) == [("stored", "")] * 4 and hits(tier, "ab", 1 << 17) == 2
     assert tier.used_bytes() == sum(entry.n_bytes for entry in tier.scan())
-    tier.close()
 
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])
@@ -263,7 +258,6 @@ def test_a_store_that_raises_occupies_nothing(
     assert (tier._used_bytes, tier._claimed_bytes) == (tier.used_bytes(), 0)
     assert outcomes(answers(tier, tier.submit_store(many("bcd")), 3)) == [("stored", "")] * 3
     assert hits(tier, "abcd", 1 << 17) == 4
-    tier.close()
 
 
 def test_memory_of_frames_that_went_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +278,6 @@ def test_memory_of_frames_that_went_is_used_again(monkeypatch: pytest.MonkeyPatc
     stored(tier, ["new"], 1 << 17)
     monkeypatch.setitem(tier._frames, key_of(names[0]), late)
     assert hits(tier, [names[0], "new"], 1 << 17) == 2
-    tier.close()
 
 
 def test_stores_loads_and_erasures_of_threads_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +307,6 @@ def test_stores_loads_and_erasures_of_threads_agree(monkeypatch: pytest.MonkeyPa
     tier.erase([*map(key_of, names)])
     gc.collect()
     assert tier.used_bytes() == tier.slots.kept_bytes == tier.slots.used_bytes == 0
-    tier.close()
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "late", "raise"])
@@ -356,7 +348,6 @@ def test_what_a_thread_does_not_carry_out_is_answered(
     assert outcomes(answers(tier, job, 2)) == [first, second]
     if how == "close":
         closing.join()
-    tier.close()
 
 
 def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +358,6 @@ def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = load_all(tier, ["a", "b", "c"], 8192, damaged="b")
     found = outcomes(answers(tier, tier.submit_load(loads), 3))
     assert found == [("hit", ""), ("miss", "digest"), ("hit", "")]
-    tier.close()
 
 
 # ---- beside a device that reaches the memory
@@ -428,7 +418,6 @@ def test_bodies_in_slots_are_kept_and_lent(monkeypatch: pytest.MonkeyPatch) -> N
     assert outcomes(found) == [("miss", "digest"), ("hit", ""), ("hit", "")]
     assert hits(tier, "ac", size) == 2 and count.n_bytes == 2 * size
     assert tier.lend(key_of("b")) is None and tier.lend(key_of("a"), 30, 3) is None
-    tier.close()
 
 
 def test_lent_memory_stays_as_it_is() -> None:
@@ -455,7 +444,6 @@ def test_lent_memory_stays_as_it_is() -> None:
     assert tier.erase([key_of("c")]) == 1
     at = places["c"] - min(places.values()) + first
     assert not whole[at : at + size].any(), "erased at once"
-    tier.close()
 
 
 @pytest.mark.usefixtures("apart")
@@ -471,7 +459,6 @@ def test_lent_memory_is_never_written_to() -> None:
     answers(tier, tier.submit_store([Store(key_of("a"), info, other)]), 1)
     assert outcomes(answers(tier, tier.submit_load(loads), 1)) == [("failed", "target")]
     assert bytes(row) == body_of("a", size)
-    tier.close()
 
 
 def test_a_frame_goes_elsewhere_from_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,7 +477,6 @@ def test_a_frame_goes_elsewhere_from_where_it_lies(monkeypatch: pytest.MonkeyPat
     assert tier.as_store(key_of("b")) is None, "too much is on its way"
     del item
     assert tier.as_store(key_of("b")) is not None
-    tier.close()
 
 
 def test_memory_that_no_device_reaches_is_not_lent() -> None:
@@ -500,7 +486,6 @@ def test_memory_that_no_device_reaches_is_not_lent() -> None:
     tier.slots.register(lambda address, n_bytes: "no rights", lambda address: None)
     assert tier.lend(key_of("a")) is None and tier.slots.why == "no rights"
     assert tier.slots.acquire(4096, pinned=True) is None and hits(tier, ["a"], 1 << 17) == 1
-    tier.close()
 
 
 @given(
@@ -552,7 +537,6 @@ def test_a_job_is_answered_once_if_no_thread_could_begin(monkeypatch: pytest.Mon
     later = tier.submit_load(then)
     found = [answer.job for _ in range(4) for answer in tier.poll(0.5)]
     assert sorted(found) == sorted([job, later])
-    tier.close()
 
 
 def test_its_own_thread_can_close_it() -> None:
@@ -590,4 +574,3 @@ def test_a_frame_is_left_unread_where_its_own_memory_is_the_target() -> None:
     assert outcomes(found) == [*reasons, ("miss", "stripes")]
     assert bytes(other) == body_of("b", size) and not any(one.digests for one in found)
     assert tier.corrupt == 1
-    tier.close()

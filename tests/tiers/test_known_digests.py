@@ -125,7 +125,6 @@ def test_an_encrypted_frame_is_checked_by_its_tags(tmp_path: Path) -> None:
     job = tier.submit_store([store_of("a"), store_of("b", "a")])
     assert outcomes(answers(tier, job, 2)) == [("stored", "")] * 2
     assert outcomes(get(tier, "ab", SIZE)) == [("hit", "")] * 2
-    tier.close()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -142,7 +141,6 @@ def test_a_slot_of_the_host_tier_is_kept_unread(
     assert outcomes(answers(tier, job, 1)) == [("stored", "")]
     assert not untouched and not copies
     assert tier._frames[key_of("a")].header.digests == digests(body_of("a", SIZE), 8192)
-    tier.close()
 
 
 # ---- a disk writes such a body from where it lies
@@ -200,4 +198,3 @@ def test_a_body_that_is_written_late_stays_where_it_is(tmp_path: Path) -> None:
     while tier.used_bytes() != used or pool.slots.used_bytes != held:
         tier.poll(0.01)
     assert tier.contains([key_of("a")]) == [False]
-    tier.close()

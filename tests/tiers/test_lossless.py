@@ -27,7 +27,7 @@ from tests.inside import (
 from tests.inside import layout_CODECS as CODECS
 
 from .frames import info_of, key_of
-from .wraps import bfloat16, load
+from .wraps import bfloat16, load, refused_as
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = 32768
@@ -246,9 +246,8 @@ def test_bombs_and_lies_are_refused(bad: bytes) -> None:
     """S6: whatever zstd would do, only a plane of the right size is decompressed."""
     target = memoryview(bytearray(STEP))
     for stripe in (lossless_stripe(bad, GOOD), lossless_stripe(GOOD, bad)):
-        with pytest.raises(BadFrame) as caught:
+        with refused_as("digest"):
             unpack_stripe(stripe, target)
-        assert caught.value.reason == "digest"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ def test_a_disk_tier_gets_the_envelope(tmp_path: Path) -> None:
     envelope = Envelope()
     tier = open_tier("disk", path=str(tmp_path), capacity_bytes=MIB, envelope=envelope)
     assert (tier.kind, tier.capacity_bytes) == ("disk", MIB)
-    tier.close()
 
 
 @pytest.mark.parametrize("name", [b"a\xffb", b"a\nb", b"%41 #"])
@@ -51,7 +50,6 @@ def test_odd_names_of_directories(tmp_path: Path, name: bytes) -> None:
     tier = open_tier("disk", path=os.fsdecode(place), capacity_bytes=MIB)
     assert os.path.exists(os.path.join(place, b"journal"))
     assert b"a" in tier.name.encode() or b"%41" in tier.name.encode()
-    tier.close()
 
 
 def test_a_name_too_long_for_a_directory(tmp_path: Path) -> None:

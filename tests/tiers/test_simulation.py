@@ -29,6 +29,11 @@ from tests.tiers.simulation import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture
+def ended() -> None:
+    """Tiers of processes that were killed are not closed."""
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_ever_wrong(seed: int) -> None:
     report = simulate(seed, 400)

@@ -7,12 +7,14 @@ import os
 import signal
 import threading
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.clock import together
 from tests.inside import SlotPool, populate, slots
 
 SIZE = 8192
@@ -196,7 +198,7 @@ def test_a_closed_pool_holds_no_memory() -> None:
 
 
 def test_threads_take_and_let_go() -> None:
-    device, pool, wrong = Device(), SlotPool(16 * SIZE), list[int]()
+    device, pool = Device(), SlotPool(16 * SIZE)
     pool.register(device.pin, device.unpin)
 
     def work(value: int) -> None:
@@ -204,13 +206,8 @@ def test_threads_take_and_let_go() -> None:
             array = pool.acquire(SIZE, pinned=True)
             if array is not None:
                 array[:] = value
-                if not (array == value).all():
-                    wrong.append(value)
+                assert (array == value).all()
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and pool.used_bytes == 0
+    together(*(partial(work, n) for n in range(6)))
+    assert pool.used_bytes == 0
     pool.close()

@@ -6,6 +6,7 @@ import random
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 from flowkv.tiers import BadFrame, Envelope, FrameInfo, Header
 from tests.inside import Integrity, Keyring, Lossless, SealedFrame
@@ -36,6 +37,11 @@ def envelope_of(kind: str, secret: bytes = SECRET) -> Envelope:
     lossless = Lossless(lambda: 1.0) if kind.endswith("lossless") else None
     integrity: Integrity = "aead" if kind.startswith("aead") else "xxh3"
     return Envelope(integrity=integrity, keyring=Keyring(secret), lossless=lossless)
+
+
+def refused_as(reason: str) -> pytest.RaisesExc[BadFrame]:
+    """Expects that a frame is refused for this reason."""
+    return pytest.raises(BadFrame, check=lambda error: error.reason == reason)
 
 
 def bfloat16(name: object, n_bytes: int) -> bytes:

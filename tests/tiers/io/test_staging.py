@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import threading
+from functools import partial
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.clock import together
 from tests.inside import Arena, ArenaSlot, ConfigError, Extents, StateError, address_of
 from tests.inside import staging_PAGE_BYTES as PAGE_BYTES
 
@@ -133,7 +134,7 @@ def test_wrong_sizes() -> None:
 
 
 def test_threads_take_and_give() -> None:
-    arena, failures = Arena(256 * PAGE_BYTES), []
+    arena = Arena(256 * PAGE_BYTES)
 
     def work(mark: int) -> None:
         for i in range(200):
@@ -141,14 +142,8 @@ def test_threads_take_and_give() -> None:
             if slot is None:
                 continue
             slot.view[:] = bytes([mark]) * slot.n_bytes
-            if bytes(slot.view) != bytes([mark]) * slot.n_bytes:
-                failures.append(slot)
+            assert bytes(slot.view) == bytes([mark]) * slot.n_bytes
             arena.give_back(slot)
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    together(*(partial(work, mark) for mark in range(4)))
     assert arena.free_bytes == arena.n_bytes

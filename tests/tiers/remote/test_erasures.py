@@ -107,8 +107,6 @@ def test_what_is_stored_late_is_erased_once_more() -> None:
     clock.advance(s=AGAIN_S)
     tier._agree()
     assert key_of(0).hex() not in engine.objects and key_of(1).hex() in engine.objects
-    tier.close()
-    other.close()
 
 
 @pytest.mark.parametrize("fault", ["listing", "header"])
@@ -128,8 +126,6 @@ def test_it_is_erased_once_more_as_soon_as_it_is_found(fault: str) -> None:
     gets = engine.count("list")
     tier._agree()
     assert engine.count("list") == gets, "once is enough"
-    tier.close()
-    other.close()
 
 
 @pytest.mark.parametrize("fault", ["deletions", "lists", "hidden"])
@@ -149,7 +145,6 @@ def test_an_engine_that_fails_at_all_else_still_has_news(fault: str) -> None:
     wait_for(news.changed, 2.0)
     assert news.news().has(KEYS[0])
     engine.release()
-    tier.close()
 
 
 def test_an_engine_that_does_not_confirm_it_is_named() -> None:

@@ -14,7 +14,7 @@ from flowkv.tiers import open_tier
 from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
 from tests.inside import ConfigError, StoreError
 
-from ..frames import hits, key_of, stored
+from ..frames import hits, key_of, leave, stored
 
 pytest.importorskip("nixl")
 
@@ -65,17 +65,13 @@ def test_an_erasure_finds_what_a_killed_process_left(tmp_path: Path) -> None:
     (tmp_path / f".{A}.0123456789abcdef").write_bytes(b"of a prompt")
     assert tier.erase([]) == 0
     assert [path.name for path in tmp_path.iterdir()] == [key_of("one").hex()]
-    tier.close()
 
 
 def test_frames_of_another_process_are_listed(tmp_path: Path) -> None:
-    tier = open_tier("nixl", path=f"nixl://{tmp_path}")
-    stored(tier, ["one", "two"])
-    tier.close()
+    leave(open_tier("nixl", path=f"nixl://{tmp_path}"), ["one", "two"])
     again = open_tier("nixl", path=f"nixl://{tmp_path}")
     assert isinstance(again, RemoteTier) and again.contains([key_of("one")]) == [True]
     assert hits(again, ["one", "two"]) == 2
-    again.close()
 
 
 @pytest.mark.parametrize("uri", ["nixl://host/kv", "nixl:///", "nixl:///kv?plug=POSIX"])

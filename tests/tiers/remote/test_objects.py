@@ -39,7 +39,7 @@ from tests.inside import (
     objects,
 )
 
-from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, stored
+from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, leave, outcomes, stored
 from .faulty import steady
 from .servers import ObjectServer, find_program, object_server
 
@@ -145,7 +145,6 @@ def test_a_frozen_server_costs_three_deadlines(server: ObjectServer, place: dict
         get(tier, [0])
         time.sleep(0.05)
     assert hits(tier, range(20)) == 20
-    tier.close()
 
 
 @needs_rclone
@@ -183,7 +182,6 @@ def test_what_is_refused_says_what_to_do(server: ObjectServer, place: dict[str, 
     with pytest.warns(UserWarning, match="does not answer"):
         tier = ObjectTier(place["uri"], options=nobody, limits=QUICK)
     assert get(tier, [0])[0].outcome is Outcome.FAILED
-    tier.close()
 
 
 @needs_rclone
@@ -200,7 +198,6 @@ def test_credentials_come_from_the_environment(
     assert tier.name == place["uri"]
     stored(tier, [0])
     assert hits(tier, [0]) == 1
-    tier.close()
 
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,9 +240,7 @@ def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_are_hex_and_nothing_else(tmp_path: Path) -> None:
-    tier = ObjectTier(f"{tmp_path.as_uri()}/a")
-    stored(tier, range(3))
-    tier.close()
+    leave(ObjectTier(f"{tmp_path.as_uri()}/a"), range(3))
     files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*")]
     frames = {path.name for path in files if path.parts[0] == "frames" and len(path.parts) > 1}
     assert frames == {key_of(n).hex() for n in range(3)}
@@ -254,7 +249,6 @@ def test_names_are_hex_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a" / "index" / "zz").write_bytes(b"x")
     tier = ObjectTier(f"{tmp_path.as_uri()}/a")
     assert {entry.key for entry in tier.scan()} == {key_of(n) for n in range(3)}
-    tier.close()
 
 
 # ---- what opening costs
@@ -277,7 +271,6 @@ def test_opening_reads_catalogs_and_no_headers(tmp_path: Path) -> None:
     catalogs = len(list(tier.backend.names(objects.INDEX, 1.0)))
     assert sum(calls.values()) <= 3 + catalogs <= 3 + count / 100, calls
     assert hits(tier, range(1, 50), size=16) == 49
-    tier.close()
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -305,7 +298,6 @@ def test_the_last_catalog_that_names_a_frame_counts(
         tier.close()
         tier = ObjectTier(tmp_path.as_uri())
     assert [entry.info.parent for entry in tier.scan()] == [key_of("second")]
-    tier.close()
 
 
 def test_catalogs_that_were_not_written_cost_headers(tmp_path: Path) -> None:
@@ -323,31 +315,24 @@ def test_catalogs_that_were_not_written_cost_headers(tmp_path: Path) -> None:
     tier = ObjectTier(uri)  # now they are written down
     calls = count_requests(tier)
     assert len(list(tier.scan())) == 30 and not calls
-    tier.close()
 
 
 def test_an_empty_catalog_hides_nothing(tmp_path: Path) -> None:
     """Consoles of object stores make empty objects to show folders."""
-    tier = ObjectTier(tmp_path.as_uri())
-    stored(tier, [0])
-    tier.close()
+    leave(ObjectTier(tmp_path.as_uri()), [0])
     (tmp_path / objects.INDEX / "folder").touch()
     tier = ObjectTier(tmp_path.as_uri())
     assert hits(tier, [0]) == 1
-    tier.close()
 
 
 def test_one_look_reads_so_many_catalogs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "MOST_READ", 2)
     for number in range(3):
-        tier = ObjectTier(tmp_path.as_uri())
-        stored(tier, [number])
-        tier.close()
+        leave(ObjectTier(tmp_path.as_uri()), [number])
     tier = ObjectTier(tmp_path.as_uri())
     for count in (2, 3):
         assert sum(fact.info is not None for _, fact in tier.known.facts()) == count
         tier.refresh()
-    tier.close()
 
 
 @pytest.mark.parametrize("look", ["refresh", "recall"])
@@ -359,9 +344,7 @@ def test_a_look_that_failed_is_made_whole_again(
     quiet = RemoteLimits(every_s=1e6)
     tier, other = ObjectTier(tmp_path.as_uri(), limits=quiet), tmp_path.as_uri()
     for number in range(2):
-        writer = ObjectTier(other, limits=quiet)
-        stored(writer, [number])
-        writer.close()
+        leave(ObjectTier(other, limits=quiet), [number])
     read, well = tier.backend.read, [True, False]
 
     def failing(*place: Any) -> Any:
@@ -378,7 +361,6 @@ def test_a_look_that_failed_is_made_whole_again(
     found = getattr(tier, look)() or dict(tier.known.facts())
     assert {key_of(0), key_of(1)} <= found.keys()
     assert [key for key, _ in tier.known.fresh or ()] == [key_of(2)], "others are to be notified"
-    tier.close()
 
 
 @pytest.mark.parametrize("erased", [[0], []])
@@ -391,7 +373,6 @@ def test_an_erasure_finds_what_a_killed_process_left(tmp_path: Path, erased: lis
     assert not any(found.name.startswith(key_of(1).hex()) for found in tier.backend.list(1.0))
     assert tier.erase([key_of(n) for n in erased]) == len(erased)
     assert not left.exists() and hits(tier, [0]) == 1 - len(erased)
-    tier.close()
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -410,22 +391,18 @@ def test_an_erasure_of_a_directory_that_is_elsewhere_is_not_proven(
     (tmp_path / "moved").rename(tmp_path / "kv")
     tier.erase([])
     assert not any(tier.backend.list(1.0))
-    tier.close()
 
 
 def test_many_catalogs_are_merged(tmp_path: Path) -> None:
     uri = tmp_path.as_uri()
     for number in range(MOST_CATALOGS + 1):
-        tier = ObjectTier(uri)
-        stored(tier, [number])
-        tier.close()
+        leave(ObjectTier(uri), [number])
     tier = ObjectTier(uri)
     tier.delete([key_of(0)])
     tier.close()
     tier = ObjectTier(uri)
     assert len(list(tier.backend.names(objects.INDEX, 1.0))) == 1
     assert [entry.key for entry in tier.scan()] == [key_of(n) for n in range(1, MOST_CATALOGS + 1)]
-    tier.close()
 
 
 def test_frames_of_another_process_are_noticed(tmp_path: Path) -> None:
@@ -437,8 +414,6 @@ def test_frames_of_another_process_are_noticed(tmp_path: Path) -> None:
     wait_for(lambda: all(ours.contains([key_of(n) for n in range(5)])))
     assert {entry.info for entry in ours.scan()} == {info_of(SIZE)}
     assert hits(ours, range(5)) == 5
-    ours.close()
-    theirs.close()
 
 
 def test_many_frames_are_erased_and_proven_gone(tmp_path: Path) -> None:
@@ -448,7 +423,6 @@ def test_many_frames_are_erased_and_proven_gone(tmp_path: Path) -> None:
     assert tier.erase([key_of(n) for n in range(1, 300)]) == 199
     assert calls["head"] == 0 and calls["list"] <= 3, "a listing proves it, not a look at each"
     assert [listed.name for listed in tier.backend.list(1.0)] == [key_of(0).hex()]
-    tier.close()
 
 
 def test_catalogs_are_hints() -> None:
@@ -515,7 +489,6 @@ def test_layers_and_large_frames(
     assert answers(tier, tier.submit_load([wide]), 1)[0].outcome is Outcome.HIT
     assert outcomes(get(tier, ["absent"])) == [("miss", "")]
     assert tier.delete([key_of(0)]) == 1 and tier.erase([key_of(1), key_of("absent")]) == 1
-    tier.close()
 
 
 def test_encrypted_frames(tmp_path: Path) -> None:
@@ -537,4 +510,3 @@ def test_encrypted_frames(tmp_path: Path) -> None:
     )
     tier = ObjectTier(tmp_path.as_uri())  # without the key
     assert outcomes(get(tier, [0])) == [("miss", "integrity")]
-    tier.close()

@@ -204,7 +204,6 @@ def test_a_cluster_that_does_not_answer_costs_misses() -> None:
     assert {reason for _, reason in done} == {"ConnectionError", "breaker"}
     with pytest.raises(StoreError, match="no node"):
         tier.erase([key_of(1)])
-    tier.close()
 
 
 def test_a_frozen_server_costs_deadlines_and_nothing_else(tmp_path: Path) -> None:

@@ -130,7 +130,6 @@ def test_a_hung_engine_costs_three_deadlines(engine: FaultyBackend) -> None:
     assert tier.contains([key_of(0)]) == [True]
     assert hits(tier, [0]) == 1 and tier.state is BreakerState.CLOSED
     assert hits(tier, range(4)) == 4
-    tier.close()
 
 
 def test_a_dead_engine_opens_the_breaker(engine: FaultyBackend) -> None:
@@ -140,7 +139,6 @@ def test_a_dead_engine_opens_the_breaker(engine: FaultyBackend) -> None:
     reasons = [store_one(tier, 1, 1.0).reason, *(load_one(tier, 0, 1.0).reason for _ in range(3))]
     assert (reasons[0], reasons[-1]) == ("ECONNREFUSED", "breaker"), reasons
     assert reasons.count("breaker") <= 2 and set(reasons) <= {"ECONNREFUSED", "deadline", "breaker"}
-    tier.close()
 
 
 def test_an_engine_is_not_blamed_for_want_of_time(engine: FaultyBackend) -> None:
@@ -158,7 +156,6 @@ def test_an_engine_is_not_blamed_for_want_of_time(engine: FaultyBackend) -> None
     for _ in range(3):
         assert load_one(tier, 0, 1.1).reason == "deadline"
     assert tier.state is BreakerState.OPEN
-    tier.close()
 
 
 def test_what_hung_teaches_no_rates(engine: FaultyBackend, tier: RemoteTier) -> None:
@@ -192,7 +189,6 @@ def test_what_waits_behind_a_hung_engine_fails_when_the_breaker_opens(
     assert {a.reason for a in found if a.job == job} == {"deadline"}
     assert {a.reason for a in found if a.job == other} == {"breaker"}
     engine.release()
-    tier.close()
 
 
 def test_a_flapping_engine(engine: FaultyBackend) -> None:
@@ -203,7 +199,6 @@ def test_a_flapping_engine(engine: FaultyBackend) -> None:
     engine.plan["get"] = ["error", "error", ""] * 10
     assert hits(tier, range(10)) == 10
     assert tier.trips == 0
-    tier.close()
 
 
 def test_a_lost_reply_is_asked_for_again(engine: FaultyBackend, tier: RemoteTier) -> None:
@@ -273,7 +268,6 @@ def test_retired_memory_is_bounded(engine: FaultyBackend) -> None:
     assert engine.hanging == 6 and tier.retired_bytes == 6 * HUGE_BYTES
     engine.release()
     wait_for(lambda: tier.retired_bytes == 0)
-    tier.close()
 
 
 # ---- damage
@@ -340,7 +334,6 @@ def test_a_header_that_others_made_stale_is_read_again(
     wish = wish._replace(first=2)
     assert answers(tier, tier.submit_load([wish]), 1)[0].outcome is Outcome.MISS
     assert tier.corrupt == 1 and tier.contains([key_of(0)]) == [False]
-    other.close()
 
 
 def test_a_frame_that_others_replaced_by_a_longer_one(
@@ -354,7 +347,6 @@ def test_a_frame_that_others_replaced_by_a_longer_one(
     wish = Load(key_of(0), memoryview(bytearray(16384)), LAYOUT)
     assert outcomes(answers(tier, tier.submit_load([wish]), 1)) == [("hit", "")]
     assert wish.target == body_of(0, 16384) and tier.corrupt == 0
-    other.close()
 
 
 def test_lengths_in_a_header_are_checked_before_memory_is_found(
@@ -386,7 +378,6 @@ def test_layers_are_read_alone(engine: FaultyBackend) -> None:
         assert (answer.outcome, answer.n_bytes) == (Outcome.HIT, count * 4096)
         assert wish.target == body[first * 4096 : (first + count) * 4096]
     assert engine.count("get") == 5, "the header is read once"
-    tier.close()
 
 
 def test_frames_of_others_are_asked_for(engine: FaultyBackend, tier: RemoteTier) -> None:
@@ -398,7 +389,6 @@ def test_frames_of_others_are_asked_for(engine: FaultyBackend, tier: RemoteTier)
     assert tier.contains(keys) == [True] * 5 + [False] * 2
     assert engine.count("exists") == asked, "what is not there is not asked for again at once"
     assert hits(tier, range(5)) == 5
-    other.close()
 
 
 def test_contains_waits_no_longer_than_it_may(engine: FaultyBackend, tier: RemoteTier) -> None:
@@ -442,7 +432,6 @@ def test_erase_is_proven(engine: FaultyBackend, tier: RemoteTier) -> None:
         tier.erase([key_of(2)])
     assert time.monotonic() - start < QUICK.erase_s + LATE_S
     engine.release()
-    other.close()
 
 
 @pytest.mark.parametrize("fault", ["error", "lost reply", "late"])
@@ -463,7 +452,6 @@ def test_erase_waits_for_stores_that_may_still_arrive(engine: FaultyBackend, fau
     put(other := open_tier(engine), [0])
     other.close()
     assert tier.erase([]) == 1 and not engine.objects
-    tier.close()
 
 
 @pytest.mark.parametrize("fault", ["ignore", "error", "refuse"])
@@ -505,7 +493,6 @@ def test_a_listing_without_end_is_ended(
     tier = open_tier(engine)
     wait_for(tier._listed.done, 10.0)
     assert len(tier.known) == 1
-    tier.close()
 
 
 def test_capacity_counts_what_is_there(
@@ -524,7 +511,6 @@ def test_capacity_counts_what_is_there(
     monkeypatch.setattr(tier.known, "unreserve", lambda size: (time.sleep(0.3), release(size)))
     assert put(tier, ["c"])[0].reason == "EACCES"
     stored(tier, ["d"])  # a failed store gave its room back before it was answered
-    tier.close()
 
 
 def test_what_failed_is_not_said_to_be_late(
@@ -538,7 +524,6 @@ def test_what_failed_is_not_said_to_be_late(
         [Store(key_of(0), info_of(SIZE), memoryview(body_of(0, SIZE)))], deadline_s=0.5
     )
     assert outcomes(answers(tier, job, 1)) == [("failed", "ECONNRESET")]
-    tier.close()
 
 
 @pytest.mark.parametrize("fault", ["", "corrupt"])
@@ -697,7 +682,6 @@ def test_a_frame_that_is_stored_while_its_key_is_erased_is_not_believed_in(
     assert not engine.objects
     stored(tier, [0, 1])
     assert hits(tier, [0, 1]) == 2
-    tier.close()
 
 
 def test_what_landed_while_an_erasure_waited_is_erased_too() -> None:
@@ -745,7 +729,6 @@ def test_opening_lists_and_scan_reads_headers_once(engine: FaultyBackend) -> Non
         assert {entry.key for entry in entries} == {key_of(n) for n in range(10)}
         assert {entry.info for entry in entries} == {info_of(SIZE)}
         assert engine.count("get") == 10
-    tier.close()
 
 
 IMPORTS = """
@@ -783,7 +766,6 @@ def test_opening_an_engine_that_does_not_answer(engine: FaultyBackend) -> None:
     engine.objects["ab" * 32] = b"foreign"
     wait_for(lambda: len(tier.known) == 1)  # listed later
     assert list(tier.scan()) == []
-    tier.close()
 
 
 def test_the_thread_that_looks_after_it_survives_whatever_a_library_raises(
@@ -804,7 +786,6 @@ def test_the_thread_that_looks_after_it_survives_whatever_a_library_raises(
     wait_for(lambda: len(raised) == 3)
     engine.objects["ab" * 32] = b"foreign"
     wait_for(lambda: len(tier.known) == 1)
-    tier.close()
 
 
 def test_opening_an_engine_that_refuses(engine: FaultyBackend) -> None:
@@ -833,7 +814,6 @@ def test_opening_and_closing_never_hang(engine: FaultyBackend) -> None:
     with pytest.raises(StateError, match="Open it again"):
         tier.submit_load([])
     assert tier.contains([key_of(0)]) == [False] and list(tier.scan()) == []
-    tier.close()
 
 
 def test_closing_works_off_what_is_queued(engine: FaultyBackend) -> None:
