@@ -272,19 +272,6 @@ def test_a_draft_with_other_tokens(sampled: bool) -> None:
     assert (known[-1][1] == 0) is sampled, "ids that are mapped name no page"
 
 
-def test_a_known_prompt_that_comes_again_without_mask_and_positions() -> None:
-    """As drafts pass it to models that count positions themselves."""
-    model, ids = models.causal("bloom"), models.prompt(24)
-    wanted = generate(model, NEW, input_ids=ids).sequences
-    with attached(model) as kv:
-        for known in (0, 23):
-            cache = kv.cache(input_ids=ids)
-            found = generate(
-                model, NEW, input_ids=ids, past_key_values=cache, prompt_lookup_num_tokens=3
-            )
-            assert torch.equal(found.sequences, wanted) and reused(kv) == known
-
-
 # ---- drafts from the target's hidden states: their prompts are computed with the target's
 
 

@@ -667,7 +667,7 @@ def _passed_again(rows: Rows, call: ForwardCall) -> bool:
         return False
     if len(call.ids) != len(rows.seqs) or _continues(rows, call):
         return False
-    if call.names.encoder and not _is_flat(call.mask) and call.positions is None:
+    if not _is_flat(call.mask) and call.positions is None:
         return False  # decoders get only the columns that the cache does not hold
     ids = call.ids.detach().cpu().numpy()
     each = zip(ids, rows.padded, strict=True)
