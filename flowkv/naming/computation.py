@@ -954,8 +954,9 @@ class Walk:
                 self._reject(f"torch.Tensor.{name}", "patched")
             self._watch_names(torch.Tensor, [name])
         kinds = {tensor.device.type.upper() for tensor in self.tensors.values()}
-        if native := [name for name, key in _native() if key in kinds]:
-            self._watch(lambda: [*map(_dump, native)])  # another override leaves their number as is
+        every = [override.split("/") for override in torch.library._impls]
+        if own := [name for library, name, key in every if library == "aten" and key in kinds]:
+            self._watch(lambda: [*map(_dump, own)])  # another override leaves their number as is
         overrides = _overrides()
         if overrides:
             self._reject(
@@ -1016,7 +1017,8 @@ def _overrides() -> set[str]:
 
     An operator stays in the set for good: torch may lose its entry when an override is repeated.
     """
-    for (name, key), nodes in _native().items():
+    native = getattr(sys.modules.get("torch._native.registry"), "_graphs", {})  # of torch 2.14
+    for (name, key), nodes in [*native.items()]:
         if not all(_genuine(f) for node in nodes for f in (node.cond_fn, node.impl_fn)):
             _SEEN.add(f"aten/{name}/{key}")
     for override in [*torch.library._impls]:
@@ -1024,18 +1026,17 @@ def _overrides() -> set[str]:
         if library == "aten" and key != "Meta":
             at = rf"^{key}(?: \(inactive\))?: registered at (.*):\d"
             files = re.findall(at, _dump(name), re.M)
-            if not all(file.startswith(_TORCH) or file.endswith(_IN_C) for file in files):
+            if not all(_TORCHS(file) for file in files):
                 _SEEN.add(override)
     return _SEEN
 
 
 _SEEN: set[str] = set()
-_TORCH, _IN_C = f"{Path(torch.__file__).parent}{os.sep}", (".cpp", ".h", ".cu", ".cuh", ".mm")
-
-
-def _native() -> dict[tuple[str, str], Any]:
-    """Return the overrides that torch itself makes in Python, by operator and dispatch key."""
-    return dict(getattr(sys.modules.get("torch._native.registry"), "_graphs", {}))
+_TORCHS = re.compile(
+    rf"{re.escape(str(Path(torch.__file__).parent))}/(?!library\.py|_library/|_custom_op)"
+    r"|.*\.(cpp|cc|cu|cuh|h|mm)$"
+).match
+"""Files in which torch registers operators, neither for others nor in Python."""
 
 
 def _dump(name: str) -> str:

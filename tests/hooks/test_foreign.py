@@ -366,17 +366,29 @@ def overridden(name: str, function: Callable[[float], Any], *, torchs: bool = Fa
     def override(model: Model, value: float) -> None:
         if value != 1.0 and len(OVERRIDES) > torchs:
             return  # torch forgets an override that is made again, see docs/explain/exactness.md
-        while OVERRIDES:
-            OVERRIDES.pop()._destroy()
+        restore_operators()
         if torchs:
-            OVERRIDES.append(torch.library.Library("aten", "IMPL"))
-            code = compile("impl(name, function, 'CPU')", torch.library.__file__, "exec")
-            exec(code, {"impl": OVERRIDES[0].impl, "name": name, "function": function(1.0)})
+            code = compile("library = Library('aten', 'IMPL')", torch._refs.__file__, "exec")
+            exec(code, made := {"Library": torch.library.Library})
+            OVERRIDES.append(made["library"])
+            OVERRIDES[0].impl(name, function(1.0), "CPU")
         if value != 1.0:
             OVERRIDES.append(torch.library.Library("aten", "IMPL"))
             OVERRIDES[-1].impl(name, function(value), "CPU")
 
     return of_model(override)
+
+
+def restore_operators() -> None:
+    while OVERRIDES:
+        OVERRIDES.pop()._destroy()
+
+
+def override_by_name(model: Model, value: float) -> None:
+    restore_operators()
+    if value != 1.0:
+        torch.library.impl("aten::silu", "cpu", silu(value))
+        OVERRIDES.append(torch.library._keep_alive.pop())
 
 
 def silu(value: float) -> Any:
@@ -421,6 +433,7 @@ PATCHED: dict[str, Attack] = {
     ),
     "recompiled": of_model(recompile),
     "operator": overridden("silu", silu),
+    "operator_by_name": of_model(override_by_name),
     "operator_within": overridden("_scaled_dot_product_flash_attention_for_cpu", attend),
     "operator_that_torch_overrides": overridden("silu", silu, torchs=True),
 }
@@ -499,6 +512,7 @@ def test_within_a_process_and_over_a_directory(name: str, within, later, tmp_pat
             put(model, 1.0)
     finally:
         put(model, 1.0)
+        restore_operators()
         computation._SEEN.clear()
     if name != "patched_call":
         assert not torch.equal(answers[1.0].logits[0], answers[-3.0].logits[0]), "nothing changes"
