@@ -204,7 +204,7 @@ def summary(results: Results) -> str:
             "what eviction keeps, agents' trace",
             "0: leaf-first LRU, 1: Belady's optimum",
             finding("kct_dev", "mean at 0.5/1/2%"),
-            "simulated",
+            "simulated; fewer live",
             "[policies](benchmarks/policies.md)",
         ],
     ]
