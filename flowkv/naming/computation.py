@@ -954,9 +954,9 @@ class Walk:
                 self._reject(f"torch.Tensor.{name}", "patched")
             self._watch_names(torch.Tensor, [name])
         kinds = {tensor.device.type.upper() for tensor in self.tensors.values()}
-        every = [override.split("/") for override in torch.library._impls]
-        if own := [name for library, name, key in every if library == "aten" and key in kinds]:
-            self._watch(lambda: [*map(_dump, own)])  # another override leaves their number as is
+        impls = (override.split("/") for override in torch.library._impls)
+        if names := [one[1] for one in impls if one[0] == "aten" and one[2] in kinds]:
+            self._watch(lambda: [*map(_dump, names)])  # more overrides leave their number as is
         overrides = _overrides()
         if overrides:
             self._reject(
