@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -22,8 +23,9 @@ def ended(request: pytest.FixtureRequest) -> Iterator[list[KV]]:
     toy.MADE = None if getattr(request.function, "is_hypothesis_test", False) else made
     yield made
     toy.MADE = None
-    for kv in reversed(made):
-        if not kv.closed:
-            if kv.planner is not None:
-                audit(kv)
-            kv.close()
+    with ExitStack() as last:  # the newest first, and all of them
+        for kv in made:
+            if not kv.closed:
+                last.callback(kv.close)
+                if kv.planner is not None:
+                    last.callback(audit, kv)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import wraps
 
 import pytest
@@ -39,5 +40,6 @@ def ended(
             close = followed(kind.close, lambda tier: left.pop(id(tier), None))
             monkeypatch.setattr(kind, "close", close)
     yield left
-    for tier in reversed([*left.values()]):
-        tier.close()
+    with ExitStack() as last:
+        for tier in left.values():
+            last.callback(tier.close)

@@ -825,6 +825,7 @@ def test_opening_and_closing_never_hang(engine: FaultyBackend) -> None:
     with pytest.raises(StateError, match="Open it again"):
         tier.submit_load([])
     assert tier.contains([key_of(0)]) == [False] and list(tier.scan()) == []
+    tier.close()
 
 
 def test_closing_works_off_what_is_queued(engine: FaultyBackend) -> None:
