@@ -169,7 +169,8 @@ def swap(backend: Backend, path: str, was: bytes | None, data: memoryview, left_
         OSError: As every backend.
     """
     name, room = os.path.basename(path), memoryview(bytearray(len(was or b"") + 1))
-    with open(f"{path}.lock", "ab") as file:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(f"{path}.lock", flags, 0o600), "rb", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
