@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from html import escape
+from statistics import median
 from typing import Any
 from xml.etree import ElementTree as ET
 
 import msgspec
 
-from bench.restore.report import BOUND, ratios
-from bench.restore.row import Row
+from bench.restore.row import OURS, Row
 from flowkv.policy.restore import Span
-from flowkv.report.charts import WIDTH, Curves, palette_css
+from flowkv.report.charts import MOST_CURVES, WIDTH, Curves, palette_css
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked, lower_bound
 
 MODEL, GPU, GBPS, TOKENS = "Llama-3.1-8B", "H100", 40.0, 30720
+BOUND = "bound"
+_BOUND_COLOUR = 5  # grey
 _LINE = 22
 _NARROW = 480  # readable on a phone, where wider pictures shrink
 
@@ -85,17 +87,31 @@ def split() -> Curves:
         },
         f"tokens computed, of {TOKENS:,}",
         [BOUND],
-        {BOUND: 5},
+        {BOUND: _BOUND_COLOUR},
         percent=False,
         log_x=False,
     )
 
 
 def lengths(rows: list[Row]) -> Curves:
-    """Time over the bound against length, by policy."""
-    own = [row for row in rows if (row.engine, row.part) == ("virtual", "paper")]
-    caption = "Time to the first token over the bound (108 cells, medians; simulated)"
-    return dataclasses.replace(ratios(own), caption=caption)
+    """Return the time over the bound against length, by policy."""
+    paper = [row for row in rows if row.part == "paper"]
+    sizes, series = sorted({row.tokens for row in paper}), dict[str, list[float]]()
+    for name in dict.fromkeys(row.policy for row in paper):
+        found = ([r.bound_ratio for r in paper if (r.policy, r.tokens) == (name, n)] for n in sizes)
+        series[name] = [median(ratios) if ratios else math.nan for ratios in found]
+    free = [number for number in range(MOST_CURVES) if number != _BOUND_COLOUR]
+    order = dict.fromkeys((OURS, *series))
+    return Curves(
+        "Time to the first token over the bound (108 cells, medians; simulated)",
+        sizes,
+        {**series, BOUND: [1.0] * len(sizes)},
+        "tokens of the prefix",
+        [BOUND],
+        {**dict(zip(order, free, strict=False)), BOUND: _BOUND_COLOUR},
+        percent=False,
+        log_y=True,
+    )
 
 
 def picture(chart: Curves) -> str:

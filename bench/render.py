@@ -23,14 +23,13 @@ import msgspec
 from bench.gpu import whole
 from bench.plots import plots
 from bench.policy.finding import GROUPS
-from bench.restore.promise import GROUPS as ENGINES
 from bench.restore.protocol import PARTS
 from bench.restore.row import OURS, Row
 from bench.restore.table import summaries
 from bench.serve.promise import GROUPS as SERVED
 from bench.serve.protocol import PARTS as SERVING
-from bench.serve.report import situation as served_situation
 from bench.serve.row import Row as Served
+from bench.serve.row import situation as served_situation
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -779,27 +778,18 @@ def _state_cell(row: dict[str, Any]) -> str:
 def restore(results: Results) -> str:
     report = results.get("restore_cpu", {})
     rows = msgspec.convert(report.get("rows", []), list[Row])
-    found, parts, lines = report.get("findings", []), [], []
-    for engine, title in ENGINES.items():
-        own = [row for row in rows if row.engine == engine]
-        if not own:
-            continue
-        promised = [_promise(row) for row in found if row["group"] == engine]
-        parts.append(f"### {title} ({own[0].label})\n\n{_promised(promised)}")
-        for part in dict.fromkeys(row.part for row in own):
-            mine = [row for row in own if row.part == part]
-            told = {one.policy: one for one in summaries(mine)}
-            ends = [
-                f"{one.median:.2f}, {one.largest:.2f}" if one else ""
-                for one in map(told.get, SHOWN)
-            ]
-            ours = told[OURS]
-            label = "" if own[0].label == "simulated" else f" ({own[0].label})"
-            lines.append([f"{PARTS[part]}{label}", *ends, f"{ours.best} of {ours.cells}"])
-    if not parts:
+    if not rows:
         return NOT_YET.capitalize() + "."
-    parts.append(table(["x bound: median, worst", *SHOWN, "fastest"], lines))
-    return "\n\n".join([*parts, f"Run on {report['machine']}."])
+    lines = []
+    for part in dict.fromkeys(row.part for row in rows):
+        told = {one.policy: one for one in summaries([row for row in rows if row.part == part])}
+        ends = [
+            f"{one.median:.2f}, {one.largest:.2f}" if one else "" for one in map(told.get, SHOWN)
+        ]
+        lines.append([PARTS[part], *ends, f"{told[OURS].best} of {told[OURS].cells}"])
+    promised = _promised([_promise(row) for row in report["findings"]])
+    compared = table(["x bound: median, worst", *SHOWN, "fastest"], lines)
+    return "\n\n".join([promised, compared, f"Run on {report['machine']}."])
 
 
 @block

@@ -33,12 +33,10 @@ QUEUED = pytest.StashKey[object]()
 # show on a few, that measure, or whose subject stands beside what serves a model: `python -m tests`
 # leaves them to `--all`, everybody else runs them as ever.
 THOROUGH = """
-bench/test_blend.py bench/test_overflow.py
-bench/test_perplexity.py bench/test_policy.py bench/test_quality.py bench/test_restarts.py
-bench/test_restore_emulated.py bench/test_restore_protocol.py
-bench/test_restore_table.py bench/test_restore_torch.py bench/test_serve_load.py
-bench/test_serve_measures.py bench/test_serve_rows.py bench/test_sparsified.py
-bench/test_sparsify.py
+bench/test_blend.py bench/test_overflow.py bench/test_perplexity.py bench/test_policy.py
+bench/test_quality.py bench/test_restarts.py bench/test_restore_protocol.py
+bench/test_restore_table.py bench/test_serve_load.py bench/test_serve_measures.py
+bench/test_serve_rows.py bench/test_sparsified.py bench/test_sparsify.py
 cache/test_adoption.py cache/test_agreement.py cache/test_coherency_mutants.py
 cache/test_flat.py cache/test_handover.py cache/test_machine.py
 cache/test_overflow.py cache/test_recording.py cache/test_regret.py cache/test_restart.py

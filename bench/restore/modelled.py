@@ -1,4 +1,4 @@
-"""The protocol where a formula says what things take: on a virtual clock, and in real time."""
+"""The cells of the protocol on a virtual clock: a formula gives the time of each operation."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Collection, Sequence
 from time import thread_time
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
-from bench.restore.emulated import emulate
 from bench.restore.grid import staged
-from bench.restore.protocol import emulated_cells, paper_cells
-from bench.restore.row import OURS, Bounds, Cell, Label, Outcome
+from bench.restore.row import OURS, Bounds, Cell, Outcome
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore import (
     Compute,
-    Costs,
     RestoreLoad,
     RestorePolicy,
     RestoreRequest,
@@ -60,52 +57,34 @@ class Timed(RestorePolicy):
         self.policy.forget(number)
 
 
-class _Modelled:
-    """What the two engines have in common."""
-
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        self._cells = cells
-
-    def cells(self) -> Sequence[Cell]:
-        return self._cells
-
-    def policies(self, cell: Cell) -> Sequence[str]:
-        """Stages need a policy that knows of them, which is one."""
-        return [OURS] if cell.part == STAGED else list(RESTORE_POLICIES)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def bounds(self, cell: Cell) -> Bounds:
-        if cell.part == STAGED:
-            bound_s = staged(costs_of(cell), cell.tokens, cell.stages).bound_s
-            return Bounds(mean_s=bound_s, makespan_s=bound_s)
-        return bounds_of(requests_of(cell), costs_of(cell).ideal)
+def policies(cell: Cell) -> Sequence[str]:
+    """Return the names of the policies that are compared in a cell: one, where layers lie apart."""
+    return [OURS] if cell.part == STAGED else list(RESTORE_POLICIES)
 
 
-class Virtual(_Modelled):
-    """Plays the devices by a clock that jumps from event to event (`Engine`).
+def bounds(cell: Cell) -> Bounds:
+    """Return the lower bounds of a cell."""
+    if cell.part == STAGED:
+        bound_s = staged(costs_of(cell), cell.tokens, cell.stages).bound_s
+        return Bounds(mean_s=bound_s, makespan_s=bound_s)
+    requests, costs = requests_of(cell), costs_of(cell).ideal
+    makespan_s = lower_bound(requests, costs)
+    # Where the bound is reached, the link is busy until then with what is not computed.
+    all_s = sum(costs.load_s(one, 0, one.tokens * one.layers) for one in requests)
+    return Bounds(
+        mean_s=lower_bound(requests, costs, of="mean"),
+        makespan_s=makespan_s,
+        computed=max(0.0, 1.0 - makespan_s / all_s),
+    )
 
-    Policies begin with what the formula says, and are told what things took: a calibrated engine.
 
-    Args:
-        full: All parts of the protocol on every model and GPU.
-    """
-
-    name = "virtual"
-    label: Label = "simulated"
-    repetitions = 1
-
-    def __init__(self, *, full: bool = False) -> None:
-        super().__init__(paper_cells(full))
-
-    def run(self, cell: Cell, policy: str) -> Outcome:
-        if cell.part == STAGED:
-            return _staged(cell)
-        timed, costs = Timed(make_restore_policy(policy)), costs_of(cell)
-        requests = requests_of(cell)
-        found = run(requests, timed, costs, believed=Measured(costs))
-        return outcome(found, requests, timed)
+def play(cell: Cell, policy: str) -> Outcome:
+    """Run a policy in a cell; it begins with the costs of the formula, as if calibrated."""
+    if cell.part == STAGED:
+        return _staged(cell)
+    timed, costs = Timed(make_restore_policy(policy)), costs_of(cell)
+    requests = requests_of(cell)
+    return _outcome(run(requests, timed, costs, believed=Measured(costs)), requests, timed)
 
 
 def _staged(cell: Cell) -> Outcome:
@@ -123,43 +102,8 @@ def _staged(cell: Cell) -> Outcome:
     )
 
 
-class Emulated(_Modelled):
-    """Plays the devices by threads that sleep for as long as real ones would work (`Engine`).
-
-    Args:
-        full: Five repetitions instead of two.
-    """
-
-    name = "emulated"
-    label: Label = "emulated"
-
-    def __init__(self, *, full: bool = False) -> None:
-        super().__init__(emulated_cells())
-        self.repetitions = 5 if full else 2
-
-    def run(self, cell: Cell, policy: str) -> Outcome:
-        timed, costs = Timed(make_restore_policy(policy)), costs_of(cell)
-        requests = requests_of(cell)
-        found = emulate(requests, timed, costs, Measured(costs))
-        return outcome(found, requests, timed)
-
-
-def bounds_of(requests: Sequence[RestoreRequest], costs: Costs) -> Bounds:
-    """What nobody can beat who restores these at such costs."""
-    makespan_s = lower_bound(requests, costs)
-    # Where the bound is reached, the link is busy until then with what is not computed.
-    all_s = sum(costs.load_s(one, 0, one.tokens * one.layers) for one in requests)
-    return Bounds(
-        mean_s=lower_bound(requests, costs, of="mean"),
-        makespan_s=makespan_s,
-        computed=max(0.0, 1.0 - makespan_s / all_s),
-    )
-
-
-def outcome(
-    run: Run, requests: Sequence[RestoreRequest], timed: Timed, **checked: float | bool | None
-) -> Outcome:
-    """What a run says about one cell."""
+def _outcome(run: Run, requests: Sequence[RestoreRequest], timed: Timed) -> Outcome:
+    """Return the outcome of a run."""
     ttft_s = tuple(run.ttft_s[request.number] for request in requests)
     span_s = run.makespan_s
     tokens = {request.number: request.tokens for request in requests}
@@ -170,7 +114,6 @@ def outcome(
         compute_busy=run.compute_busy_s / span_s,
         link_busy=run.link_busy_s / span_s,
         planner_s=timed.seconds,
-        **checked,  # type: ignore[arg-type]
     )
 
 

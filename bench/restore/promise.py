@@ -14,32 +14,15 @@ from bench.restore.table import Cells, by_cell, known_median
 LOADS = ("load", "load-layers")
 COMPUTES = "recompute"
 V1 = "two-pointer-v1"
-GROUPS = {
-    "virtual": "On the virtual clock",
-    "emulated": "On emulated devices",
-    "cpu": "On this processor",
-}
-"""What the groups of findings are about: engines."""
+GROUPS = {"virtual": "On the virtual clock"}
+"""Titles of the groups of findings."""
 
-_TOLERANCE = 1e-3  # of a restored number in fp32
 _STAGED = 0.9
 _HELPS = 0.25  # of the prefix is computed where the bound is reached: there computing helps
 
 
 def promises(rows: Sequence[Row]) -> list[Finding]:
-    """Targets beside figures, of all engines that have rows; one that lacks rows has no figure."""
-    judges: dict[str, Callable[[Sequence[Row]], list[Finding]]] = {
-        "virtual": _virtual,
-        "emulated": _emulated,
-        "cpu": _cpu,
-    }
-    found = []
-    for engine in dict.fromkeys(row.engine for row in rows):
-        found += judges[engine]([row for row in rows if row.engine == engine])
-    return found
-
-
-def _virtual(rows: Sequence[Row]) -> list[Finding]:
+    """Return the targets beside their figures."""
     paper = _part(rows, "paper")
     single = [row for row in rows if row.batch == 1 and row.stages == 1 and row.part != "stages"]
     batch = _part(rows, "batch")
@@ -101,32 +84,6 @@ def _stages(rows: Sequence[Row]) -> list[Finding]:
 
 def _unstaged(row: Row) -> tuple[object, ...]:
     return (row.model, row.gpu, row.tokens, row.suffix, row.gbps)
-
-
-def _emulated(rows: Sequence[Row]) -> list[Finding]:
-    ratios = [row.bound_ratio for row in rows if row.policy == OURS]
-    on, note = f"{len(ratios)} shapes", _range(ratios)
-    return [_finding("x bound, median", on, 1.15, known_median(ratios), note, group="emulated")]
-
-
-def _cpu(rows: Sequence[Row]) -> list[Finding]:
-    ratios = _ratios(rows, _others)
-    what, on = "over the fastest other, median", f"{len(ratios)} cells"
-    figure = _finding(what, on, 1.05, known_median(ratios), _range(ratios), group="cpu")
-    return [figure, *_right(rows, "cpu")]
-
-
-def _right(rows: Sequence[Row], group: str) -> list[Finding]:
-    """Whether what was restored is what a full prefill gives, under every policy."""
-    exact = [row for row in rows if row.codec == "raw" and row.error is not None]
-    worst = max((row.error for row in exact if row.error is not None), default=None)
-    tokens = [row.same_token for row in exact if row.same_token is not None]
-    other = None if not tokens else float(tokens.count(False))
-    on = "every policy"
-    return [
-        _finding("largest difference from a full prefill", on, _TOLERANCE, worst, group=group),
-        _finding("runs with another first token", on, 0.0, other, group=group),
-    ]
 
 
 # ---- parts of these
@@ -197,10 +154,5 @@ def _finding(
     measured: float | None,
     note: str = "",
     sense: Literal["at least", "at most"] = "at most",
-    *,
-    group: str = "virtual",
 ) -> Finding:
-    source: Literal["simulated", "emulated", "measured"] = "measured"
-    if group in ("virtual", "emulated"):
-        source = "simulated" if group == "virtual" else "emulated"
-    return Finding(group, what, on, target, sense, measured, source, note)
+    return Finding("virtual", what, on, target, sense, measured, "simulated", note)

@@ -1,4 +1,4 @@
-"""The protocol: which cells there are, and every policy in each of them, in turns.
+"""The protocol: its cells, and every policy in each of them.
 
 Source: the papers that it compares (CacheFlow, arXiv 2604.25080; Cake, arXiv 2410.03065) restore at
 10, 40 and 80 Gbps, and at 7 to 100. A Gbps is 1e9 bits per second. The suffix is part of the time
@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from statistics import median
-from typing import Protocol
 
 from bench.restore.grid import GRID_GBPS, GRID_GPUS, GRID_MODELS, GRID_TOKENS, lengths
-from bench.restore.row import Bounds, Cell, Label, Outcome, Row
-from bench.restore.table import known_median
+from bench.restore.modelled import bounds, play, policies
+from bench.restore.row import Cell, Outcome, Row
 from flowkv.core.errors import ConfigError
 
 Tell = Callable[[int, int, str], None]
@@ -26,15 +25,12 @@ PARTS = {
     "busy": "Restores get a part of the computing only",
     "links": "Links of 7 to 100 Gbps",
     "pcie": "An unthrottled link",
-    "disk": "A file",
     "batch": "Eight requests at once",
     "stages": "Layers over several devices",
     "precision": "Pages in fewer bits, or in several at choice",
-    "small": "Small models that really run",
 }
 """Parts of the protocol, by name."""
 
-DENSE, _, EXPERTS = GRID_MODELS
 CAKE_GBPS = (7.0, 25.0, 32.0, 56.0, 100.0)
 PCIE_GBPS = 440.0
 """What copies reach over PCIe 5 x16: 55 GB/s (`sim.hardware`)."""
@@ -43,49 +39,6 @@ BUSY = (0.125, 0.5)
 STAGES = (2, 4)
 CODECS: tuple[tuple[str, ...], ...] = (("kv8",), ("kv4",), ("raw", "kv8", "kv4"))
 BATCH = 8
-
-EMULATED = (
-    (DENSE, "H100", 10.0, 30720, 512),
-    (DENSE, "H100", 40.0, 16384, 512),
-    (DENSE, "H100", 80.0, 30720, 1024),
-    (EXPERTS, "H100", 40.0, 30720, 512),
-    (DENSE, "L40S", 40.0, 16384, 512),
-)
-"""The five shapes that are played in real time: model, GPU, Gbps, tokens, suffix."""
-
-
-class Engine(Protocol):
-    """What plays the devices.
-
-    Attributes:
-        name: For `--engine`.
-        label: How its times come about.
-        repetitions: How often each policy is run in each cell; 1 where runs are equal.
-    """
-
-    name: str
-    label: Label
-    repetitions: int
-
-    def cells(self) -> Sequence[Cell]:
-        """The situations that it can play."""
-        ...
-
-    def policies(self, cell: Cell) -> Sequence[str]:
-        """Names of the policies that are compared there."""
-        ...
-
-    def bounds(self, cell: Cell) -> Bounds:
-        """What nobody can beat there."""
-        ...
-
-    def run(self, cell: Cell, policy: str) -> Outcome:
-        """One policy, once."""
-        ...
-
-    def close(self) -> None:
-        """Gives back what it holds; it is not used any more."""
-        ...
 
 
 def paper_cells(full: bool) -> list[Cell]:
@@ -111,14 +64,6 @@ def paper_cells(full: bool) -> list[Cell]:
     for codecs in CODECS:
         cells += _cells("precision", models, gpus, GRID_GBPS, codecs=codecs)
     return cells
-
-
-def emulated_cells() -> list[Cell]:
-    """The cells that are played in real time."""
-    return [
-        Cell(part="paper", model=model, gpu=gpu, tokens=tokens, suffix=suffix, gbps=gbps)
-        for model, gpu, gbps, tokens, suffix in EMULATED
-    ]
 
 
 def _cells(
@@ -159,81 +104,47 @@ def _batches(models: Sequence[str], gpus: Sequence[str], draws: int) -> Iterator
         )
 
 
-def cells_of_parts(engine: Engine, parts: Sequence[str] | None) -> list[Cell]:
-    """The cells of an engine that belong to some parts of the protocol; None for all.
+def cells_of_parts(parts: Sequence[str] | None, *, full: bool = False) -> list[Cell]:
+    """Return the cells of some parts of the protocol; None for all.
 
     Raises:
-        ConfigError: If the engine plays no such part.
+        ConfigError: There is no such part.
     """
-    cells = list(engine.cells())
-    if parts is None:
-        return cells
-    known = dict.fromkeys(cell.part for cell in cells)
-    unknown = [part for part in parts if part not in known]
-    if unknown:
-        raise ConfigError(
-            f"engine {engine.name} has no part {unknown[0]!r}", f"Use {', '.join(known)}"
-        )
-    return [cell for cell in cells if cell.part in parts]
+    for part in parts or ():
+        if part not in PARTS:
+            raise ConfigError(f"there is no part {part!r}", f"Use {', '.join(PARTS)}")
+    return [cell for cell in paper_cells(full) if parts is None or cell.part in parts]
 
 
 def measure_restores(
-    engine: Engine,
-    *,
-    policies: Sequence[str] | None = None,
-    cells: Sequence[Cell] | None = None,
-    tell: Tell | None = None,
+    cells: Sequence[Cell], *, chosen: Sequence[str] | None = None, tell: Tell | None = None
 ) -> list[Row]:
-    """Every policy in every cell of an engine.
-
-    Policies run in turns, and each turn begins with another one, so that what else happens on the
-    machine meets all of them alike.
+    """Run every policy in every cell.
 
     Args:
-        engine: What plays the devices.
-        policies: Names; None for all that the engine compares.
-        cells: Some of the engine's cells; None for all.
-        tell: Called with (done, all, what is going on).
+        cells: The cells.
+        chosen: Names of policies; None for all.
+        tell: Called with (done, all, the work at hand).
 
     Raises:
-        ConfigError: If a policy is not compared anywhere.
+        ConfigError: A policy is compared in none of the cells.
     """
-    given = engine.cells() if cells is None else cells
-    todo = [(cell, _chosen(engine, cell, policies)) for cell in given]
-    if policies is not None:
-        unknown = set(policies) - {name for _, names in todo for name in names}
-        if unknown:
-            known = ", ".join(dict.fromkeys(n for c, _ in todo for n in engine.policies(c)))
-            raise ConfigError(f"there is no policy {min(unknown)!r} here", f"Use {known}")
-    total = engine.repetitions * sum(len(names) for _, names in todo)
-    done, rows = 0, []
-    for cell, names in todo:
-        outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
-        for turn in range(engine.repetitions):
-            first = turn % max(1, len(names))
-            for name in (*names[first:], *names[:first]):
-                if tell is not None:
-                    tell(
-                        done, total, f"{engine.name}: {cell.model}, {cell.tokens:,} tokens, {name}"
-                    )
-                outcomes[name].append(engine.run(cell, name))
-                done += 1
-        bounds = engine.bounds(cell)
-        rows += [_row(engine, cell, name, bounds, outcomes[name]) for name in names]
+    known = dict.fromkeys(name for cell in cells for name in policies(cell))
+    for name in chosen or ():
+        if name not in known:
+            raise ConfigError(f"there is no policy {name!r} here", f"Use {', '.join(known)}")
+    todo = [(c, n) for c in cells for n in policies(c) if chosen is None or n in chosen]
+    rows = []
+    for done, (cell, name) in enumerate(todo):
+        if tell is not None:
+            tell(done, len(todo), f"{cell.model}, {cell.tokens:,} tokens, {name}")
+        rows.append(_row(cell, name, play(cell, name)))
     return rows
 
 
-def _chosen(engine: Engine, cell: Cell, policies: Sequence[str] | None) -> list[str]:
-    return [n for n in engine.policies(cell) if policies is None or n in policies]
-
-
-def _row(engine: Engine, cell: Cell, name: str, bounds: Bounds, runs: Sequence[Outcome]) -> Row:
-    means = [sum(run.ttft_s) / len(run.ttft_s) for run in runs]
-    ttft_s = median(means)
-    errors = [run.error for run in runs if run.error is not None]
-    tokens = [run.same_token for run in runs if run.same_token is not None]
+def _row(cell: Cell, name: str, done: Outcome) -> Row:
+    least, ttft_s = bounds(cell), sum(done.ttft_s) / len(done.ttft_s)
     return Row(
-        engine=engine.name,
         model=cell.model,
         gpu=cell.gpu,
         tokens=cell.tokens,
@@ -243,27 +154,20 @@ def _row(engine: Engine, cell: Cell, name: str, bounds: Bounds, runs: Sequence[O
         batch=cell.batch,
         policy=name,
         ttft_s=ttft_s,
-        bound_s=bounds.mean_s,
-        bound_ratio=ttft_s / bounds.mean_s,
-        link_bytes=median(run.link_bytes for run in runs),
-        label=engine.label,
+        bound_s=least.mean_s,
+        bound_ratio=ttft_s / least.mean_s,
+        link_bytes=done.link_bytes,
         part=cell.part,
         lengths=cell.lengths,
         stages=cell.stages,
         codec="/".join(cell.codecs),
         link=cell.link,
-        repetitions=len(runs),
-        ttft_min_s=min(means),
-        ttft_max_s=max(means),
-        makespan_s=median(max(run.ttft_s) for run in runs),
-        makespan_bound_s=bounds.makespan_s,
-        bound_computed=bounds.computed,
-        worst_s=max(max(run.ttft_s) for run in runs),
-        computed=median(run.computed for run in runs),
-        boundary_bytes=median(run.boundary_bytes for run in runs),
-        compute_busy=known_median(run.compute_busy for run in runs),
-        link_busy=known_median(run.link_busy for run in runs),
-        planner_share=median(run.planner_s / max(run.ttft_s) for run in runs),
-        error=max(errors, default=None),
-        same_token=all(tokens) if tokens else None,
+        makespan_s=max(done.ttft_s),
+        makespan_bound_s=least.makespan_s,
+        bound_computed=least.computed,
+        computed=done.computed,
+        boundary_bytes=done.boundary_bytes,
+        compute_busy=done.compute_busy,
+        link_busy=done.link_busy,
+        planner_share=done.planner_s / max(done.ttft_s),
     )

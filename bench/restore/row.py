@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 OURS = "flowkv"
 """FlowKV's own policy."""
-
-Label = Literal["simulated", "emulated", "measured"]
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +22,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         lengths: Tokens of each prefix of a batch; () for one request of `tokens`.
         stages: Devices that hold a part of the layers each.
         codecs: In which the prefix lies there, most precise first.
-        link: What is loaded over: "limited", "pcie", "memory" or "disk".
+        link: "limited" or "pcie".
     """
 
     part: str
@@ -59,9 +55,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         link_busy: The same of the link.
         planner_s: Spent in the policy's own code.
         boundary_bytes: Activations between stages, part of `link_bytes`.
-        error: Largest difference of a restored number from that of a full prefill; None where
-            nothing real is restored.
-        same_token: Whether the first token is that of the full prefill; None likewise.
     """
 
     ttft_s: tuple[float, ...]
@@ -71,8 +64,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     link_busy: float | None
     planner_s: float
     boundary_bytes: float = 0.0
-    error: float | None = None
-    same_token: bool | None = None
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,10 +81,9 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy in a cell, over all repetitions.
+    """A policy in a cell.
 
     Attributes:
-        engine: What played the devices.
         model: See `Cell`, like all that is not told here.
         gpu: See `Cell`.
         tokens: See `Cell`.
@@ -102,33 +92,25 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         compute_share: See `Cell`.
         batch: Requests at once.
         policy: Its name.
-        ttft_s: Median over the repetitions of the batch's mean time to the first token.
+        ttft_s: Mean time of the batch to the first token.
         bound_s: Lower bound of that.
         bound_ratio: `ttft_s` over `bound_s`.
-        link_bytes: That were loaded, median.
-        label: How the times came about.
+        link_bytes: That were loaded.
         part: See `Cell`.
         lengths: See `Cell`.
         stages: See `Cell`.
         codec: The codecs of the stored prefix, with slashes.
         link: See `Cell`.
-        repetitions: How often it was run.
-        ttft_min_s: Of the fastest repetition.
-        ttft_max_s: Of the slowest.
-        makespan_s: Until the last first token of the batch, median.
+        makespan_s: Until the last first token of the batch.
         makespan_bound_s: Lower bound of that.
         bound_computed: Share of the prefix that is computed where that is reached.
-        worst_s: The longest any request of the batch took, largest over the repetitions.
-        computed: Share of the prefix that was computed, median: where the pointers met.
+        computed: Share of the prefix that was computed: where the pointers met.
         boundary_bytes: Activations between stages, part of `link_bytes`.
-        compute_busy: Utilisation of what computes, median; None where that is not known.
+        compute_busy: Utilisation of what computes; None where that is not known.
         link_busy: Utilisation of the link, likewise.
-        planner_share: Time in the policy's own code over `ttft_s`, median.
-        error: Largest difference from a full prefill; None where nothing real is restored.
-        same_token: Whether every first token was that of the full prefill; None likewise.
+        planner_share: Time in the policy's own code over the makespan.
     """
 
-    engine: str
     model: str
     gpu: str
     tokens: int
@@ -141,26 +123,19 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     bound_s: float
     bound_ratio: float
     link_bytes: float
-    label: Label
     part: str
     lengths: tuple[int, ...] = ()
     stages: int = 1
     codec: str = "raw"
     link: str = "limited"
-    repetitions: int = 1
-    ttft_min_s: float = 0.0
-    ttft_max_s: float = 0.0
     makespan_s: float = 0.0
     makespan_bound_s: float = 0.0
     bound_computed: float = 0.0
-    worst_s: float = 0.0
     computed: float = 0.0
     boundary_bytes: float = 0.0
     compute_busy: float | None = None
     link_busy: float | None = None
     planner_share: float = 0.0
-    error: float | None = None
-    same_token: bool | None = None
 
     def kept(self) -> dict[str, object]:
         """Its fields for a file: without those that have their default, six digits each."""
@@ -174,5 +149,5 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     def cell(self) -> tuple[object, ...]:
         """What rows have in common that are to be compared."""
-        what = (self.engine, self.part, self.model, self.gpu, self.tokens, self.suffix, self.gbps)
+        what = (self.part, self.model, self.gpu, self.tokens, self.suffix, self.gbps)
         return (*what, self.compute_share, self.lengths, self.stages, self.codec, self.link)

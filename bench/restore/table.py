@@ -10,6 +10,10 @@ import numpy as np
 
 from bench.restore.row import Row
 
+SUMMARY = ["policy", "x bound", "90 %", "worst", "fastest", "of load", "computed", "GPU", "link"]
+"""Median ratio to the bound, of nine in ten cells, at worst; in how many cells nobody is faster;
+bytes over those of loading everything; share that is computed; how busy both engines are."""
+
 Cells = list[dict[str, Row]]
 """Rows by policy, cell by cell."""
 
@@ -80,3 +84,22 @@ def known_median(values: Iterable[float | None]) -> float | None:
     """The median of those that are known; None if none is."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+def summary_cells(summary: Summary) -> list[str]:
+    """A line under `SUMMARY`."""
+
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{value:.0%}"
+
+    return [
+        summary.policy,
+        f"{summary.median:.3f}",
+        f"{summary.p90:.3f}",
+        f"{summary.largest:.3f}",
+        f"{summary.best} of {summary.cells}",
+        percent(summary.link),
+        percent(summary.computed),
+        percent(summary.compute_busy),
+        percent(summary.link_busy),
+    ]

@@ -27,7 +27,6 @@ def add_verbs(verb: AddVerb) -> None:
     added = verb("serve", _serve, "serve many requests at once, beside transformers alone")
     model_arguments(added, required=False)
     _load_arguments(added)
-    added.add_argument("--html", type=Path, metavar="FILE", help="write a report with curves")
     added.add_argument("--out", type=Path, metavar="FILE", help="write all of it as JSON, too")
 
 
@@ -94,9 +93,8 @@ def percent(text: str) -> float:
 
 
 def _serve(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    for path in filter(None, (given.html, given.out)):
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"there is no directory for {path}", "Make it first")
+    if given.out is not None and not given.out.absolute().parent.is_dir():
+        raise ConfigError(f"there is no directory for {given.out}", "Make it first")
     plan = _plan(given)
     import torch
 
@@ -118,10 +116,6 @@ def _serve(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     _show(screen, report)
     if given.out is not None:
         given.out.write_bytes(msgspec.json.format(msgspec.json.encode(_kept(report)), indent=1))
-    if given.html is not None:
-        from bench.serve.report import write_serving_report
-
-        screen.say(f"Report: {write_serving_report(given.html.absolute(), report)}")
     wrong = [f for f in report.findings if f.group in _EXACT and f.met is False]
     return int(bool(wrong)), report.rows
 
@@ -170,7 +164,7 @@ def _kept(report: Report) -> dict[str, Any]:
 def _show(screen: Screen, report: Report) -> None:
     from bench.serve.promise import GROUPS
     from bench.serve.protocol import PARTS
-    from bench.serve.report import COLUMNS, cells
+    from bench.serve.row import COLUMNS, cells
 
     for part in dict.fromkeys(row.part for row in report.rows):
         own = [cells(row) for row in report.rows if row.part == part]

@@ -218,3 +218,37 @@ def _same(runs: Sequence[Outcome], reference: Sequence[Outcome]) -> float | None
         for one, other in zip(run.served, right.served, strict=True)
     ]
     return fmean(a == b for a, b in pairs) if pairs else None
+
+
+COLUMNS = ["", "clients", "tokens/s", "TTFT ms p50 / 95 / 99", "TPOT ms p50 / 99", "KV"]
+"""Of the table of a part; the last is the share of pages that anybody holds."""
+
+
+def cells(row: Row) -> list[str]:
+    """A line under `COLUMNS`."""
+    used = "-" if row.kv_utilisation is None else f"{row.kv_utilisation:.0%}"
+    ttft = " / ".join(map(_ms, (row.ttft_p50_s, row.ttft_p95_s, row.ttft_p99_s)))
+    tpot = " / ".join(map(_ms, (row.tpot_p50_s, row.tpot_p99_s)))
+    return [situation(row), f"{row.concurrency}", f"{row.tokens_per_s:,.0f}", ttft, tpot, used]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
+
+
+def situation(row: Row) -> str:
+    """What tells a row from others of its part."""
+    if row.part in ("concurrency", "prefix"):
+        words = [row.baseline or "engine"]
+    else:
+        words = [row.baseline or f"engine, {row.scheduler}"]
+    if row.arrivals != "closed":
+        words.append(f"{row.arrivals}, {row.rate:.2g}/s")
+    if row.part == "prefix":
+        shared = f"{row.prefix_tokens:,} tokens" if row.prefix_tokens else f"{row.prefix_share:.0%}"
+        words.append(f"{shared} shared")
+    if row.part == "pages":
+        words.append(f"pages of {row.page_size}")
+    if row.part == "budget":
+        words.append(f"steps of {row.token_budget}")
+    return ", ".join(words)

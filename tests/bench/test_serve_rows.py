@@ -1,9 +1,8 @@
-"""Rows, promises, advice and report of `python -m bench serve`, and the command itself."""
+"""Rows, promises and advice of `python -m bench serve`, and the command itself."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import msgspec
@@ -25,11 +24,8 @@ from bench.serve.protocol import (
     measure_loads,
 )
 from bench.serve.recommend import Advice, recommend
-from bench.serve.report import cells, situation, write_serving_report
-from bench.serve.row import UNCACHED, Row
-from bench.serve.run import Report
+from bench.serve.row import UNCACHED, Row, cells, situation
 from bench.serve.served import Spread
-from bench.serve.soak import Soak
 from bench.serve.steps import Steps, findings
 from bench.serve.turnstile import Turnstile
 from tests.bench.serving import EchoGround
@@ -266,36 +262,12 @@ def test_two_go_on_in_turns() -> None:
     assert [len(times) for times in stile.wall_s] == [6, 4]
 
 
-# ---- the report
-
-
-def test_the_report_shows_all_of_it(tmp_path: Path) -> None:
-    rows = [
-        *(row(concurrency=c, tokens_per_s=100.0 * c) for c in (1, 4)),
-        *(row(concurrency=c, baseline=SEQUENTIAL, kv_utilisation=None) for c in (1, 4)),
-        row(part="arrivals", arrivals="poisson", rate=2.0, scheduler="shortest"),
-    ]
-    soak = Soak(1, 9, 0.5, 0.4, (1, 2), (1, 2), (1, 2), [3, 9], {"engine": [1.0, 2.0]}, True)
-    report = Report(
-        model="m<1>",
-        machine="here",
-        rows=rows,
-        findings=[*promises(rows), soak.finding()],
-        advice=Advice({}, ["page_size=64: why"]),
-        soak=soak,
-    )
-    page = write_serving_report(tmp_path / "a.html", report).read_text()
-    for text in ("m&lt;1&gt;", *("sequential generate", "poisson, 2/s", "page_size=64: why.")):
-        assert text in page
-    assert (
-        page.count("<svg") == 2 + 1
-        and page.count('<div class="bars">') == 2
-        and page.count("<section") == 5
-    )
-    assert not re.search(r'src=|href="(?!#)', page), "it loads nothing"
-    assert cells(rows[2])[-1] == "-"
-    assert cells(rows[0])[1:] == ["1", "100", "100 / 200 / 300", "10.0 / 20.0", "50%"]
-    assert situation(rows[-1]) == "engine, shortest, poisson, 2/s"
+def test_a_line_of_a_row() -> None:
+    assert cells(row(baseline=SEQUENTIAL, kv_utilisation=None))[-1] == "-"
+    line = cells(row(concurrency=1))
+    assert line == ["engine", "1", "100", "100 / 200 / 300", "10.0 / 20.0", "50%"]
+    later = row(part="arrivals", arrivals="poisson", rate=2.0, scheduler="shortest")
+    assert situation(later) == "engine, shortest, poisson, 2/s"
 
 
 # ---- the command
@@ -303,7 +275,7 @@ def test_the_report_shows_all_of_it(tmp_path: Path) -> None:
 
 def test_the_command_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "serve --json --threads 1 --part concurrency --concurrency 2 --requests 4"
-    files = ["--html", str(tmp_path / "a.html"), "--out", str(tmp_path / "a.json")]
+    files = ["--out", str(tmp_path / "a.json")]
     short = ["--repeats", "1", "--lengths", "20+5", "--pool", "64MiB"]
     assert main([*words.split(), *short, *files]) == 0
     rows = msgspec.convert(json.loads(capsys.readouterr().out), list[Row])
@@ -313,7 +285,6 @@ def test_the_command_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert all(r.tpot_p50_s > 0 and r.tokens_per_s > 0 for r in rows)
     report = json.loads((tmp_path / "a.json").read_text())
     assert report["model"] == "fixture" and len(report["rows"]) == 5
-    assert "Promises" in (tmp_path / "a.html").read_text()
 
 
 def test_one_value_is_for_all_parts_and_several_are_compared() -> None:
@@ -336,7 +307,7 @@ def test_one_value_is_for_all_parts_and_several_are_compared() -> None:
         "--baseline vllm",
         "--shape Qwen3-30B-A3B",
         "--concurrency x",
-        "--html /nowhere/a.html",
+        "--out /nowhere/a.json",
     ],
 )
 def test_wrong_words(words: str, capsys: pytest.CaptureFixture[str]) -> None:
