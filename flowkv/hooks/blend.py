@@ -371,9 +371,8 @@ class Blender:
         unknown = set[int]()
         prompt = prompt[: min((salt.position for salt in seq.salts), default=len(prompt))]
         while places := self.find(prompt, seq.length, unknown):
-            for document in {id(place.text): place.text for place in places}.values():
-                if id(document) in sources:
-                    continue
+            fresh = {id(one.text): one.text for one in places if id(one.text) not in sources}
+            for document in fresh.values():
                 ids = self._stored(document)
                 source = self.kv.open(ids, tenant=seq.owner, limit=len(ids))
                 count_tokens(self.kv, -len(ids), -source.reused)  # tokens of one prompt count once
