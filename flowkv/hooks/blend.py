@@ -369,12 +369,12 @@ class Blender:
             sources: Receives the open sequence of each document, by the document's `id`.
         """
         unknown = set[int]()
+        prompt = prompt[: min((salt.position for salt in seq.salts), default=len(prompt))]
         while places := self.find(prompt, seq.length, unknown):
-            for document in {id(place.text): place.text for place in places}.values():
-                if id(document) in sources:
-                    continue
+            fresh = {id(one.text): one.text for one in places if id(one.text) not in sources}
+            for document in fresh.values():
                 ids = self._stored(document)
-                source = self.kv.open(ids, tenant=seq.owner, salts=seq.salts, limit=len(ids))
+                source = self.kv.open(ids, tenant=seq.owner, limit=len(ids))
                 count_tokens(self.kv, -len(ids), -source.reused)  # tokens of one prompt count once
                 if source.length < len(ids):  # it may hide a shorter document that is cached
                     unknown.add(id(document))

@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 import flowkv
 from bench.sparsified import Paged
+from flowkv import Salt
 from flowkv.hooks.blend import Blender, KeyTurn
 from flowkv.policy.blend import (
     BLEND_RULES,
@@ -193,6 +194,25 @@ def test_of_ones_own_model(self_made: Any) -> None:
     torch.testing.assert_close(again, exact, rtol=0, atol=1e-4 * float(exact.abs().max()))
     assert float((near - exact).abs().max()) > 1e-4
     assert kv.stats()["blend"]["documents"] == 6
+
+
+def test_documents_before_the_first_salt_are_taken(self_made: Any) -> None:
+    """Those behind it depend on more than their tokens, at whatever position it lies."""
+    kv, model = self_made
+    blender = Blender(
+        kv,
+        lambda step, last: model(step.tokens, step.positions)[0, last],
+        dict.fromkeys(range(4), KeyTurn(10_000.0 ** (-np.arange(0, 64, 2) / 64))),
+        lead=1,
+        rule=FirstTokens(16),
+    )
+    blender.learn([LISTS[2]])
+    # The document lies at tokens 150 to 240, and its own pages hold 96.
+    prompt, taken = [*draw(150, 4).tolist(), *LISTS[2], *draw(30, 6).tolist()], []
+    for position in (0, 120, 200, 240, 260):
+        with kv.open(prompt, salts=[Salt(position, bytes(32))], reuse=False) as seq:
+            taken.append(blender.blend(seq, len(prompt) - 1))
+    assert taken == [0, 0, 200, 240, 240]
 
 
 class TestTheExactThing:
