@@ -954,20 +954,12 @@ class Walk:
                 self._reject(f"torch.Tensor.{name}", "patched")
             self._watch_names(torch.Tensor, [name])
         kinds = {tensor.device.type.upper() for tensor in self.tensors.values()}
-        nodes = [n for n in _native() if n.dispatch_key in kinds]
-        if parts := [f"{n.op_symbol} {n.dsl_name}" for n in nodes if n.active]:
-            self.leaves["torch/overrides"] = "\0".join(parts)
-        self._watch(lambda: [part for n in _native() for part in (n, n.active)])
+        self._watch(_native)
         impls = [override.split("/") for override in torch.library._impls]
-        used = [
-            (f"aten::{one[1]}", one[2]) for one in impls if one[0] == "aten" and one[2] in kinds
-        ]
+        used = [(f"aten::{name}", k) for lib, name, k in impls if lib == "aten" and k in kinds]
         self._watch(lambda: [sys.intern(repr(_KERNEL(*one))) for one in used])
-        overrides = _overrides()
-        if overrides:
-            self._reject(
-                f"torch.library: {min(overrides)}", "an override of an operator of torch's"
-            )
+        if found := _overrides():
+            self._reject(f"torch.library: {min(found)}", "an override of an operator of torch's")
 
 
 _TENSOR = dict(vars(torch.Tensor))

@@ -796,17 +796,16 @@ def _autocasts(kind: str) -> bool:
         return False
 
 
-def _state(*inputs: Any) -> list[Any]:
+def _state(*inputs: Any) -> Any:
     """Return what differs once inputs were written to, as far as can be told."""
     leaves = list[Any]()
-    with contextlib.suppress(UnnamedError):  # a list got an item of any kind
-        state = [take(part, leaves) for part in inputs]
-        for leaf in leaves:
-            counted = version_of(leaf) if isinstance(leaf, torch.Tensor) else -1
-            whole = bytes_by_row(leaf, rows=False)[0] if counted < 0 else b""
-            state.append([counted, hashlib.sha256(whole).digest()])
-        return state
-    return []
+    try:
+        forms = [take(part, leaves) for part in inputs]
+    except UnnamedError:  # a list got an item of any kind
+        return None
+    counts = [version_of(x) if isinstance(x, torch.Tensor) else -1 for x in leaves]
+    other = [bytes_by_row(x, rows=False)[0] for x, n in zip(leaves, counts, strict=True) if n < 0]
+    return forms, counts, [hashlib.sha256(whole).digest() for whole in other]
 
 
 def _classes(form: Any) -> bool:

@@ -153,7 +153,7 @@ class RemoteErasures:
         old, full = seen | mine.keys(), len(there) >= MOST_ENTRIES
         made_room = seen if full else set()  # once there: others know that something is gone
         lacking = mine.keys() - there.keys() - made_room
-        entries = [*there.values(), *(mine[lot] for lot in mine if lot in lacking)]
+        entries = [*there.values(), *(mine[lot] for lot in mine if lot in lacking)][-MOST_ENTRIES:]
         if told is None:
             self._swap(data, entries)
         fresh = [entry for lot, entry in there.items() if lot not in old]
@@ -189,10 +189,8 @@ class RemoteErasures:
         return (None, {}) if data is None else (whole := bytes(data), unpack_entries(whole))
 
     def _swap(self, was: bytes | None, entries: list[Erased]) -> None:
-        data, swap = memoryview(pack_entries(entries[-MOST_ENTRIES:])), None
-        if was is None or len(was) < _MOST_BYTES:  # a longer object is no log, nor read as a whole
-            swap = getattr(self._backend, "swap", None)
-        if swap is not None:
-            swap(NAME, was, data, self._call_s)
-        else:
+        data, swap = memoryview(pack_entries(entries)), getattr(self._backend, "swap", None)
+        if swap is None or len(was or b"") == _MOST_BYTES:  # this is no log, nor read as a whole
             self._backend.put(NAME, data, self._call_s)
+        else:
+            swap(NAME, was, data, self._call_s)
