@@ -485,11 +485,10 @@ class Memo(Closing):
                 f"the result of {self.name} holds {error}", "Return tensors or arrays"
             ) from None
         counts = {count_rows(leaf) for leaf in leaves} if rows else {count}
-        wrong = counts != {count}
-        if wrong or (rows and not _bare(form)):
-            found = f"{sorted(counts)} rows for {count} of inputs" if wrong else "lists or values"
+        if counts != {count} or (rows and not _bare(form)):
             raise UnsupportedModelError(
-                f"the result of {self.name} has {found}",
+                f"the result of {self.name} has {sorted(counts)} rows for {count} of its inputs, or"
+                " holds lists or plain values",
                 "Return one row for each and nothing else, or pass batch=False",
             )
         return form, infos, leaves
