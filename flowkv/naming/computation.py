@@ -954,10 +954,13 @@ class Walk:
                 self._reject(f"torch.Tensor.{name}", "patched")
             self._watch_names(torch.Tensor, [name])
         kinds = {tensor.device.type.upper() for tensor in self.tensors.values()}
-        self._watch(_native)
+        self._watch_mapping(native := _native())
+        for nodes in native.values():
+            self._watch_all(tuple, nodes)
         impls = [override.split("/") for override in torch.library._impls]
         used = [(f"aten::{name}", k) for lib, name, k in impls if lib == "aten" and k in kinds]
-        self._watch(lambda: [sys.intern(repr(_KERNEL(*one))) for one in used])
+        if used:
+            self._watch(lambda: [sys.intern(repr(_KERNEL(*one))) for one in used])
         if found := _overrides():
             self._reject(f"torch.library: {min(found)}", "an override of an operator of torch's")
 
@@ -1015,7 +1018,7 @@ def _overrides() -> set[str]:
 
     An operator stays in the set for good: torch may lose its entry when an override is repeated.
     """
-    for node in _native():
+    for node in itertools.chain(*_native().values()):
         if any(_root(value) != "torch" for value in vars(node).values() if callable(value)):
             _SEEN.add(f"aten/{node.op_symbol}/{node.dispatch_key}")
     for override in [*torch.library._impls]:
@@ -1027,10 +1030,9 @@ def _overrides() -> set[str]:
     return _SEEN
 
 
-def _native() -> list[Any]:
-    """Return torch's own overrides of operators: one object for each, active or not."""
-    graphs = getattr(sys.modules.get("torch._native.registry"), "_graphs", {})
-    return [*itertools.chain.from_iterable([*graphs.values()])]
+def _native() -> dict[Any, list[Any]]:
+    """Return torch's own overrides by operator and key: one object for each, active or not."""
+    return getattr(sys.modules.get("torch._native.registry"), "_graphs", {})
 
 
 _SEEN: set[str] = set()
