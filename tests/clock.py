@@ -45,7 +45,7 @@ def together(*works: Callable[[], object]) -> None:
         except BaseException as problem:
             problems.append(problem)
 
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -424,10 +424,10 @@ class CodecTier(OverTier):
         with self._storing:
             if self.bases.given:
                 return True
-            held = coder.name in self._held
-            there = held and self.inner.contains([_basis_key(coder.name)])[0]  # not removed
+            own = _basis_key(coder.name)
+            there = coder.name in self._held and self.inner.contains([own])[0]  # not removed
             if there or self._clock.now_ns() < self._again_ns:
-                return held
+                return there
             if self.bases.coder(coder.name) is None:  # dropped meanwhile
                 return False
             if self.basis_bytes() > self.capacity_bytes // 4:  # more than they save
@@ -437,9 +437,9 @@ class CodecTier(OverTier):
             data = msgspec.msgpack.encode(_Current(said, self._earlier))
             if self._put_basis(coder) and self._put(self._current_key(), CURRENT_LAYOUT, data):
                 self._held.add(coder.name)
-            else:
-                self._again_ns = self._clock.now_ns() + round(_AGAIN_S * 1e9)
-            return coder.name in self._held
+                return True
+            self._again_ns = self._clock.now_ns() + round(_AGAIN_S * 1e9)
+            return False
 
     def _put_basis(self, coder: PageCoder) -> bool:
         own = _basis_key(coder.name)

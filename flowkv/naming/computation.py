@@ -954,14 +954,15 @@ class Walk:
                 self._reject(f"torch.Tensor.{name}", "patched")
             self._watch_names(torch.Tensor, [name])
         kinds = {tensor.device.type.upper() for tensor in self.tensors.values()}
-        impls = (override.split("/") for override in torch.library._impls)
-        if names := [one[1] for one in impls if one[0] == "aten" and one[2] in kinds]:
-            self._watch(lambda: [*map(_dump, names)])  # more overrides leave their number as is
-        overrides = _overrides()
-        if overrides:
-            self._reject(
-                f"torch.library: {min(overrides)}", "an override of an operator of torch's"
-            )
+        self._watch_mapping(native := _native())
+        for nodes in native.values():
+            self._watch_all(tuple, nodes)
+        impls = [override.split("/") for override in torch.library._impls]
+        used = [(f"aten::{name}", k) for lib, name, k in impls if lib == "aten" and k in kinds]
+        if used:
+            self._watch(lambda: [sys.intern(repr(_KERNEL(*one))) for one in used])
+        if found := _overrides():
+            self._reject(f"torch.library: {min(found)}", "an override of an operator of torch's")
 
 
 _TENSOR = dict(vars(torch.Tensor))
@@ -1017,31 +1018,31 @@ def _overrides() -> set[str]:
 
     An operator stays in the set for good: torch may lose its entry when an override is repeated.
     """
-    native = getattr(sys.modules.get("torch._native.registry"), "_graphs", {})  # of torch 2.14
-    for (name, key), nodes in [*native.items()]:
-        if not all(_genuine(f) for node in nodes for f in (node.cond_fn, node.impl_fn)):
-            _SEEN.add(f"aten/{name}/{key}")
+    for node in itertools.chain(*_native().values()):
+        if any(_root(value) != "torch" for value in vars(node).values() if callable(value)):
+            _SEEN.add(f"aten/{node.op_symbol}/{node.dispatch_key}")
     for override in [*torch.library._impls]:
         library, name, key = override.split("/")
-        if library == "aten" and key != "Meta":
-            at = rf"^{key}(?: \(inactive\))?: registered at (.*):\d"
-            files = re.findall(at, _dump(name), re.M)
-            if not all(_TORCHS(file) for file in files):
+        if library == "aten" and key != "Meta":  # of all keys, for some stand for others
+            files = re.findall(r": registered at (.*):\d", torch._C._dispatch_dump(f"aten::{name}"))
+            if not all(map(_TORCHS, files)):
                 _SEEN.add(override)
     return _SEEN
 
 
+def _native() -> dict[Any, list[Any]]:
+    """Return torch's own overrides by operator and key: one object for each, active or not."""
+    return getattr(sys.modules.get("torch._native.registry"), "_graphs", {})
+
+
 _SEEN: set[str] = set()
+_KERNEL: Any = torch._C._dispatch_get_computed_kernel_for_dispatch_key  # type: ignore[attr-defined]
+"""Return the kernel of an operator for a key; its text has the place where it was registered."""
 _TORCHS = re.compile(
     rf"{re.escape(str(Path(torch.__file__).parent))}/(?!library\.py|_library/|_custom_op)"
     r"|.*\.(cpp|cc|cu|cuh|h|mm)$"
 ).match
 """Files in which torch registers operators, neither for others nor in Python."""
-
-
-def _dump(name: str) -> str:
-    """Return a text with the kernels of an operator, and where each was registered."""
-    return str(torch._C._dispatch_dump(f"aten::{name}"))  # type: ignore[attr-defined]
 
 
 # ---- code

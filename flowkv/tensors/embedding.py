@@ -605,7 +605,7 @@ class AttachedEmbedding(Closing):
         if self._module.__dict__.get("forward") == self.__call__:
             if isinstance(self._module.weight, _Absent):
                 weight = self._first()  # another module or an optimizer may hold it
-                if weight is None or weight.is_meta:
+                if weight is None or weight.is_meta or weight.shape != self._module.weight.shape:
                     device = "cpu" if self._device.type == "meta" else self._device
                     rows = self.table.all_rows().to(device)
                     weight = torch.nn.Parameter(rows, requires_grad=self._trains)

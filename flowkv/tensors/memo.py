@@ -431,11 +431,6 @@ class Memo(Closing):
         names = [*self._positional, *(f"*{i}" for i in range(len(self._positional), count))]
         return names[:count]
 
-    def _run(self, arguments: dict[str, Any], args: Any) -> Any:
-        """Call the function with arguments by name, and as many by position as were passed so."""
-        first = [arguments.pop(name) for name in self._names(len(args))]
-        return self._function(*first, **arguments)
-
     def _wants_grad(self, leaves: Sequence[Any]) -> bool:
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             return True
@@ -451,21 +446,19 @@ class Memo(Closing):
         """Compute some rows; return the result, and its parts if they may be stored."""
         whole = len(missing) == question.rows
         asks = self._identity is None or self._identity.draws
-        given = question.leaves if whole else question.some(missing)
-        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
-        writes = [*map(version_of, tensors)]
-        before, began_s = drawn() if asks else (), time.perf_counter()
-        if whole:
-            result = self._function(*args, **kwargs)
-        else:
-            result = self._run(put(question.arguments, iter(given)), args)
+        first, named = args, kwargs
+        if not whole:
+            named = put(question.arguments, iter(question.some(missing)))
+            first = [named.pop(name) for name in self._names(len(args))]
+        inputs, before, began_s = _state(first, named), drawn() if asks else (), time.perf_counter()
+        result = self._function(*first, **named)
         seconds = time.perf_counter() - began_s
         form, infos, leaves = self._parts_of(result, len(missing))
         self.keeper.gate.computed(len(missing), seconds)
         why = "random" if asks and before != drawn() else ""
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             why = "gradients"
-        if writes != [*map(version_of, tensors)]:
+        if inputs != _state(first, named):
             why = "writes to inputs"
         try:
             put(form, iter(leaves))
@@ -492,11 +485,10 @@ class Memo(Closing):
                 f"the result of {self.name} holds {error}", "Return tensors or arrays"
             ) from None
         counts = {count_rows(leaf) for leaf in leaves} if rows else {count}
-        wrong = counts != {count}
-        if wrong or (rows and not _bare(form)):
-            found = f"has {sorted(counts)} rows for {count}" if wrong else "holds lists or values"
+        if counts != {count} or (rows and not _bare(form)):
             raise UnsupportedModelError(
-                f"the result of {self.name} {found} of its inputs",
+                f"the result of {self.name} has {sorted(counts)} rows for {count} of its inputs, or"
+                " holds lists or plain values",
                 "Return one row for each and nothing else, or pass batch=False",
             )
         return form, infos, leaves
@@ -801,6 +793,18 @@ def _autocasts(kind: str) -> bool:
         return torch.is_autocast_enabled(kind)
     except RuntimeError:  # a device without autocast
         return False
+
+
+def _state(*inputs: Any) -> Any:
+    """Return what differs once inputs were written to, as far as can be told."""
+    leaves = list[Any]()
+    try:
+        forms = [take(part, leaves) for part in inputs]
+    except UnnamedError:  # a list got an item of any kind
+        return None
+    counts = [version_of(x) if isinstance(x, torch.Tensor) else -1 for x in leaves]
+    other = [bytes_by_row(x, rows=False)[0] for x, n in zip(leaves, counts, strict=True) if n < 0]
+    return forms, counts, [hashlib.sha256(whole).digest() for whole in other]
 
 
 def _classes(form: Any) -> bool:

@@ -913,7 +913,7 @@ def _check(model: nn.Module, owners: dict[nn.Module, list[nn.Parameter]]) -> Non
             raise ConfigError(f"{name} belongs to no module with a forward", "Put it into one")
     if not owners:
         raise ConfigError(f"{type(model).__name__} has no weights", "Pass a model that has")
-    here = ((n, p) for n, p in model.named_parameters() if p.nbytes and not p.is_meta)
+    here = ((n, p) for n, p in model.named_parameters() if p.is_contiguous() and not p.is_meta)
     for one, other in itertools.pairwise(sorted((p.data_ptr(), p.nbytes, n) for n, p in here)):
         if one[0] + one[1] > other[0]:
             raise ConfigError(

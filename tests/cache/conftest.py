@@ -13,7 +13,7 @@ from tests.cache.audit import audit
 
 
 @pytest.fixture(autouse=True)
-def ended(request: pytest.FixtureRequest) -> Iterator[list[KV]]:
+def ended(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KV]]:
     """Audit and close the caches that a test made by `make_kv` and left open.
 
     A property makes one for each example, and ends it by itself. A test that drops a cache, or

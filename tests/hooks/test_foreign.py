@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import operator
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -360,7 +361,9 @@ def recompile(model: Model, value: float, plain: Any = LLAMA.rotate_half.__code_
 OVERRIDES: list[Any] = []
 
 
-def overridden(name: str, function: Callable[[float], Any], *, torchs: bool = False) -> Attack:
+def overridden(
+    name: str, function: Callable[[float], Any], key: str = "CPU", *, torchs: bool = False
+) -> Attack:
     """An attack by an operator, which torch itself has overridden before if `torchs`."""
 
     def override(model: Model, value: float) -> None:
@@ -374,7 +377,7 @@ def overridden(name: str, function: Callable[[float], Any], *, torchs: bool = Fa
             OVERRIDES[0].impl(name, function(1.0), "CPU")
         if value != 1.0:
             OVERRIDES.append(torch.library.Library("aten", "IMPL"))
-            OVERRIDES[-1].impl(name, function(value), "CPU")
+            OVERRIDES[-1].impl(name, function(value), key)
 
     return of_model(override)
 
@@ -393,6 +396,10 @@ def override_by_name(model: Model, value: float) -> None:
 
 def silu(value: float) -> Any:
     return lambda x: x * torch.sigmoid(x) * value
+
+
+def linear(value: float) -> Any:
+    return lambda x, weight, bias=None: torch.matmul(x, weight.t()) * value
 
 
 def attend(value: float) -> Any:
@@ -436,6 +443,8 @@ PATCHED: dict[str, Attack] = {
     "operator_by_name": of_model(override_by_name),
     "operator_within": overridden("_scaled_dot_product_flash_attention_for_cpu", attend),
     "operator_that_torch_overrides": overridden("silu", silu, torchs=True),
+    "operator_of_all_devices": overridden("linear", linear, "CompositeImplicitAutograd"),
+    "operator_without_a_key": overridden("linear", linear, ""),
 }
 ATTACKS = {
     f"{kind}_{name}": attack
@@ -516,6 +525,25 @@ def test_within_a_process_and_over_a_directory(name: str, within, later, tmp_pat
         computation._SEEN.clear()
     if name != "patched_call":
         assert not torch.equal(answers[1.0].logits[0], answers[-3.0].logits[0]), "nothing changes"
+
+
+def test_overrides_that_torch_makes_itself_are_no_edit(monkeypatch) -> None:
+    registry = pytest.importorskip("torch._native.registry")
+    model = models.short().eval()
+    name = computation.Walk(model, "", {}).digest
+
+    def node(function: Any) -> Any:
+        return types.SimpleNamespace(op_symbol="silu", dispatch_key="CPU", impl_fn=function)
+
+    nodes = [node(torch.nn.functional.silu)]
+    monkeypatch.setitem(registry._graphs, ("silu", "CPU"), nodes)
+    monkeypatch.setattr(torch.library, "_impls", torch.library._impls | {"aten/silu/CPU"})
+    monkeypatch.setattr(computation, "_SEEN", set())
+    walk = computation.Walk(model, "", {})
+    assert walk.digest == name and not walk.foreign and walk.same()
+    assert walk._compare(worded=False) is operator.is_  # without a call for each value
+    nodes.append(node(print))
+    assert not walk.same() and "silu" in computation.Walk(model, "", {}).foreign
 
 
 def test_a_foreign_model_says_why_once_and_what_to_pass() -> None:

@@ -732,6 +732,12 @@ def test_a_basis_that_another_process_removed_is_stored_again() -> None:
     disk = made(inner)
     assert {one.outcome for one in store(disk, range(1))} == {Outcome.STORED}
     inner.delete([kvt_tier._basis_key(CODER.name)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "_put_basis", lambda coder: False)
+        for number in (2, 3):
+            store(disk, range(number, number + 1))
+            assert not disk.coded_bytes(key(number)), "as it is, while no basis lies here"
+    disk._again_ns = 0
     assert {one.outcome for one in store(disk, range(1, 2))} == {Outcome.STORED}
     again = made(inner, basis=None)
     assert load(again, 1)[0].outcome is Outcome.HIT

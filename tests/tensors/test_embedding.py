@@ -325,6 +325,10 @@ def test_detach_restores_what_others_still_hold(tmp_path: Path) -> None:
     first = embedding.weight
     flowkv.attach_embedding(embedding, disk=tmp_path, host="1MiB").detach()
     assert embedding.weight is head.weight is first
+    rows, attached = first.clone(), flowkv.attach_embedding(embedding, disk=tmp_path, host="1MiB")
+    first.data = torch.empty(0)  # to free memory
+    attached.detach()
+    assert torch.equal(embedding.weight, rows)
 
 
 def test_what_needs_the_memory_of_a_table_is_refused_in_words(tmp_path: Path) -> None:

@@ -533,6 +533,35 @@ def test_what_writes_to_its_inputs_does_so_each_time(seeds: tuple[int, int]) -> 
         assert remembered.stats()["declined"] == {"writes to inputs": 2}
 
 
+def _double(x: Any) -> Any:
+    x *= 2
+    return x + 1
+
+
+def _note(x: dict[str, torch.Tensor]) -> torch.Tensor:
+    x["seen"] = x["x"] > 0
+    return x["x"] + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "make"),
+    [
+        (_double, lambda: np.ones((2, WIDTH), np.float32)),
+        (_double, torch.inference_mode()(lambda: torch.ones(2, WIDTH))),
+        (_note, lambda: {"x": torch.ones(2, WIDTH)}),
+    ],
+    ids=["array", "inference", "dict"],
+)
+def test_so_does_what_writes_to_inputs_without_versions(
+    function: Callable[[Any], Any], make: Callable[[], Any]
+) -> None:
+    with torch.inference_mode(), remember(function, key="writes") as remembered:
+        for _ in range(2):
+            x, plain = make(), make()
+            assert torch.equal(*map(torch.as_tensor, (remembered(x), function(plain))))
+            assert str(x) == str(plain)
+
+
 def test_what_cannot_be_named_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="key="):
         remember(lambda x: x)

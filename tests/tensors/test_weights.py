@@ -552,6 +552,10 @@ def test_parameters_in_one_place_are_refused(tmp_path: Path) -> None:
     model[3].weight.data = model[2].weight.data
     with pytest.raises(ConfigError, match="share memory"):
         flowkv.attach_weights(model, budget="100%", disk=str(tmp_path))
+    both = torch.rand(128, 256)  # columns side by side share no byte
+    for place, part in ((2, both[:, :128]), (3, both[:, 128:])):
+        model[place].weight.data = part
+    flowkv.attach_weights(model, budget="100%", disk=str(tmp_path)).detach()
 
 
 @pytest.mark.parametrize(

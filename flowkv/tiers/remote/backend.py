@@ -163,14 +163,14 @@ def sweep(root: str, folder: str, unfinished: re.Pattern[str], inode: int) -> No
 
 
 def swap(backend: Backend, path: str, was: bytes | None, data: memoryview, left_s: float) -> None:
-    """Do what `Backend` calls `swap`, under a lock on a file beside the object's file.
+    """Write an object of a directory if its bytes are still `was`, under a lock on a file there.
 
     Raises:
         OSError: As every backend.
     """
     name, room = os.path.basename(path), memoryview(bytearray(len(was or b"") + 1))
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(f"{path}.lock", flags, 0o600), "rb", buffering=0) as file:
+    with open(os.open(f"{path}.lock", flags, 0o666), "rb", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -153,9 +153,9 @@ class RemoteErasures:
         old, full = seen | mine.keys(), len(there) >= MOST_ENTRIES
         made_room = seen if full else set()  # once there: others know that something is gone
         lacking = mine.keys() - there.keys() - made_room
-        if lacking or told is None:
-            entries = [*there.values(), *(mine[lot] for lot in mine if lot in lacking)]
-            self._swap(data, entries[-MOST_ENTRIES:])
+        entries = [*there.values(), *(mine[lot] for lot in mine if lot in lacking)][-MOST_ENTRIES:]
+        if told is None:
+            self._swap(data, entries)
         fresh = [entry for lot, entry in there.items() if lot not in old]
         # If none of the known entries of others is left, or one before the first of a full object
         # may be unknown, an unknown number went with them.
@@ -165,6 +165,8 @@ class RemoteErasures:
         with self._lock:
             self._heard += [ALL] if lost else fresh
             self._seen = {*there} | (seen & mine.keys())
+        if lacking and told is not None:  # after the news, which a failed write must not hide
+            self._swap(data, entries)
 
     def repeat(self, erase: Callable[[list[Erased]], None]) -> None:
         """Repeat erasures, as stores may have ended late: each once, unless that fails.
@@ -187,8 +189,8 @@ class RemoteErasures:
         return (None, {}) if data is None else (whole := bytes(data), unpack_entries(whole))
 
     def _swap(self, was: bytes | None, entries: list[Erased]) -> None:
-        data = memoryview(pack_entries(entries))
-        if (swap := getattr(self._backend, "swap", None)) is not None:
-            swap(NAME, was, data, self._call_s)
-        else:
+        data, swap = memoryview(pack_entries(entries)), getattr(self._backend, "swap", None)
+        if swap is None or len(was or b"") == _MOST_BYTES:  # this is no log, nor read as a whole
             self._backend.put(NAME, data, self._call_s)
+        else:
+            swap(NAME, was, data, self._call_s)

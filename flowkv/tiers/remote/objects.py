@@ -206,6 +206,7 @@ class ObjectBackend:
         if self._inode >= 0:  # a directory: obstore has no such request for it
             return swap(self, f"{self._root}/{name}", was, data, timeout_s)
         store, path, kinds = self._store(timeout_s), f"{FRAMES}/{name}", self._obs.exceptions
+        gone = () if was is None else (FileNotFoundError,)  # else there is no bucket
         with self._translating(final=True):
             try:
                 mode: Any = "create"
@@ -215,7 +216,7 @@ class ObjectBackend:
                         raise OSError(errno.EBUSY, CHANGED)
                     mode = {tag: meta[tag] for tag in ("e_tag", "version") if meta[tag]}
                 self._obs.put(store, path, bytes(data), mode=mode, use_multipart=False)
-            except (FileNotFoundError, kinds.AlreadyExistsError, kinds.PreconditionError):
+            except (*gone, kinds.AlreadyExistsError, kinds.PreconditionError):
                 raise OSError(errno.EBUSY, CHANGED) from None
             except self._errors as error:
                 if not (isinstance(error, kinds.NotSupportedError) or _NO_CHOICE in str(error)):

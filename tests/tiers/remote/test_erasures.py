@@ -239,7 +239,21 @@ def test_an_object_that_others_always_change_is_named(monkeypatch: pytest.Monkey
         told(log(engine), KEYS[0])
 
 
-@pytest.mark.parametrize("harm", ["damaged", "gone", "overtaken", "empty"])
+def test_a_node_that_cannot_write_still_has_news() -> None:
+    engine = FaultyBackend()
+    a, b = log(engine), log(engine)
+    engine.always["put"] = "refuse"
+    with pytest.raises(StoreError):
+        told(a, KEYS[0])
+    engine.always.clear()
+    told(b, KEYS[1])
+    engine.always["put"] = "refuse"
+    with pytest.raises(PermissionError):
+        a.look()
+    assert a.news().keys == {KEYS[1][:8]}
+
+
+@pytest.mark.parametrize("harm", ["damaged", "gone", "overtaken", "empty", "long"])
 def test_whatever_is_odd_is_taken_as_everything(harm: str) -> None:
     engine = FaultyBackend()
     a, b = log(engine), log(engine)
@@ -253,7 +267,7 @@ def test_whatever_is_odd_is_taken_as_everything(harm: str) -> None:
         for key in KEYS[: MOST_ENTRIES + 1]:
             told(c, key)
     else:
-        engine.objects["erased"] = b""
+        engine.objects["erased"] = b"" if harm == "empty" else bytes((1 << 20) + 1)
         if harm == "gone":
             engine.objects.pop("erased")
     b.look()

@@ -154,9 +154,10 @@ def test_an_object_that_another_wrote_is_not_replaced(tier: ObjectTier, wire: Wi
     wire.plan["PUT"] = ["501"]
     assert swaps(store, b"one", two) and not wire.plan["PUT"]
     assert not swaps(store, b"one", two)
-    wire.plan["PUT"] = ["403"]
-    with pytest.raises(PermissionError):
-        swaps(store, b"22", one)
+    for status, was in (("403", b"22"), ("404", None)):  # refused, or no such bucket
+        wire.plan["PUT"] = [status]
+        with pytest.raises(PermissionError):
+            swaps(store, was, one)
 
 
 def test_deletions_are_one_request(tier: ObjectTier, wire: Wire) -> None:
