@@ -77,6 +77,8 @@ class Policy(ABC):
     - Children of a removed block stay, as roots. A slot that was forgotten may return as another
       block, which has none of the children of the last one.
     - Arguments are neither kept nor written, and an answer is the caller's to write to.
+    - `displace` takes no live block whose `priority` is its rate or more, if that is finite.
+    - A learned model brings no blocks; equal models of equal policies give equal answers.
     - Slots and requests that are unknown are ignored. Nothing is raised.
 
     Methods that are not overridden are not used: without `pin` nothing is ever pinned.

@@ -146,6 +146,7 @@ class Meta(NamedTuple):
         lease: Lease class of the new blocks, or a lease.
         chained: Whether each block is the parent of the next; not so for weights or memo rows,
             of which any one may be used without the others.
+        tenant: Tenant for the policies, where it is not the namespace; -1 for that.
     """
 
     session: int = -1
@@ -154,6 +155,7 @@ class Meta(NamedTuple):
     cost_ns: int = 0
     lease: str | Lease = ""
     chained: bool = True
+    tenant: int = -1
 
 
 PLAIN = Meta()
@@ -545,7 +547,7 @@ class Ledger:
         now = self._advance(now_ns)
         if request < 0:
             request = self._unnamed = self._unnamed + 1
-        terms = Terms(meta.n_bytes or self.block_bytes, meta.cost_ns, meta.lease, namespace)
+        terms = self._terms_of(meta, namespace)
         chain, sources, hits = self._follow(now, request, namespace, ids, meta)
         n = self._land(now, 0, chain, terms)
         for shelf in self._shelves:
@@ -573,7 +575,7 @@ class Ledger:
         if request in self._live or request < 0:
             raise StateError(f"request {request} is under way", "Number requests from 0 upwards")
         now = self._advance(now_ns)
-        terms = Terms(meta.n_bytes or self.block_bytes, meta.cost_ns, meta.lease, namespace)
+        terms = self._terms_of(meta, namespace)
         row, sources, hits = self._follow(now, request, namespace, ids, meta)
         self._live[request] = chain = row.copy()
         self._pin(chain)
@@ -667,6 +669,10 @@ class Ledger:
         """Return the number of blocks that lie in any place."""
         return int(self._state[at.RESIDENT])
 
+    def _terms_of(self, meta: Meta, namespace: int) -> Terms:
+        tenant = namespace if meta.tenant < 0 else meta.tenant
+        return Terms(meta.n_bytes or self.block_bytes, meta.cost_ns, meta.lease, tenant)
+
     def _follow(
         self, now: int, request: int, namespace: int, ids: Ids, meta: Meta
     ) -> tuple[Slots, NDArray[np.int8], int]:
@@ -685,7 +691,8 @@ class Ledger:
         chain, sources = self._rows[0, :n], self._sources[:n]
         where = self._spaces[namespace], meta.chained
         hits = int(at.follow(*self._index, ids, where, chain, sources))
-        visit = Visit(request, meta.session, meta.tokens, n, namespace)
+        tenant = self._terms_of(meta, namespace).tenant
+        visit = Visit(request, meta.session, meta.tokens, n, tenant)
         for shelf in self._shelves:
             shelf.policy.access(now, chain, visit)
         if self._admission is not None:

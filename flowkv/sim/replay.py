@@ -655,7 +655,8 @@ class PlaceStack:
         seen = np.zeros(trace.unique, np.bool_)
         for r, now in enumerate(trace.times_ns.tolist()):
             first, end = int(trace.offsets[r]), int(trace.offsets[r + 1])
-            about = About(session=int(trace.sessions[r]), tokens=int(trace.input_tokens[r]))
+            tenant, tokens = int(trace.tenants[r]), int(trace.input_tokens[r])
+            about = About(session=int(trace.sessions[r]), tokens=tokens, tenant=tenant)
             stop, output = int(trace.stops[r]), int(trace.output_tokens[r])
             ids, end_of = pairs[first:end], {"stop": stop, "output_tokens": output}
             if self.held:

@@ -6,14 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from flowkv.policy.base import DEFAULT_RANK, NEVER_NS, Lease, Policy, Slots, Visit
+from flowkv.policy.base import DEFAULT_RANK, NEVER_NS, Learner, Lease, Policy, Slots, Visit
 from flowkv.testing.stories import require, tell_machine
 
 
@@ -175,7 +175,7 @@ class Narrated:
 
     Args:
         policy: The policy.
-        calls: Gets the lines. Queries that follow every call are left out.
+        calls: Gets the lines. Queries that follow every call are left out, and learned models.
     """
 
     def __init__(self, policy: Policy, calls: list[str]) -> None:
@@ -183,7 +183,7 @@ class Narrated:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._policy, name)
-        if name in ("name", "priority", "resident", "digest", "weakest"):
+        if name in _UNTOLD:
             return method
 
         def call(*args: Any, **named: Any) -> Any:
@@ -195,6 +195,9 @@ class Narrated:
             return answer
 
         return call
+
+
+_UNTOLD = {"name", "priority", "resident", "digest", "weakest", "save_model", "load_model"}
 
 
 def _shown(value: object) -> str:
@@ -220,12 +223,10 @@ class PolicyStory(RuleBasedStateMachine):
     def begin(self, start: int) -> None:
         """Make the three copies."""
         type(self).calls = ["policy = make()"]
-        self.raw: Any = Narrated(self.make(), self.calls)
-        self.twin, self.quiet = self.make(), self.make()
+        self.make_copies()
         require(isinstance(self.twin, Policy), "it must have every method of Policy")
         require(bool(self.raw.name), "its name must not be empty")
         self.clock = self.clamped = start
-        self.model = PolicyModel(self.leaf_first)
         self.heeded = set(self.heeds)
         if not overrides(self.twin, "enqueue"):
             self.heeded.discard("queue")
@@ -233,6 +234,12 @@ class PolicyStory(RuleBasedStateMachine):
             self.heeded.discard("rank")
         for first in (0, 3):
             self.insert(SECOND, 3, first, True, first, (1, 0, 0))
+
+    def make_copies(self) -> None:
+        """Make the three copies, without blocks."""
+        self.raw: Any = Narrated(self.make(), self.calls)
+        self.twin, self.quiet = self.make(), self.make()
+        self.model = PolicyModel(self.leaf_first)
 
     # --- changes --------------------------------------------------------------------------------
 
@@ -269,14 +276,16 @@ class PolicyStory(RuleBasedStateMachine):
         request=st.integers(-1, 3),
         session=st.integers(-1, 1),
         tokens=st.sampled_from([0, 1, 10**6]),
+        tenant=st.integers(-1, 1),
     )
     def access(
-        self, dt: int, end: int, strangers: list[int], request: int, session: int, tokens: int
-    ) -> None:
+        self, dt: int, end: int, strangers: list[int], request: int, session: int, tokens: int,
+        tenant: int,
+    ) -> None:  # fmt: skip
         """Let a request use the chain down to `end`, and name some slots that are not resident."""
         self.pass_time(dt, silently=True)
         path = self.model.path(end) + [s for s in strangers if s not in self.model.parent]
-        visit = Visit(request, session, tokens, len(path))
+        visit = Visit(request, session, tokens, len(path), tenant)
         self.call_all(lambda x, now, a: x.access(now, a, visit), path)
         self.model.queued.pop(request, None)
 
@@ -363,6 +372,19 @@ class PolicyStory(RuleBasedStateMachine):
         if overrides(self.twin, "invalidate"):
             require(stale <= self.model.gone, "an invalid block had not expired")
 
+    @precondition(lambda self: isinstance(self.twin, Learner))
+    @rule(first=st.integers(0, SLOTS))
+    def restart(self, first: int) -> None:
+        """Go on with fresh copies, without blocks, that start from the learned model."""
+        self.calls.append("saved, policy = policy.save_model(), make()")
+        saved, same = (cast("Learner", x).save_model() for x in (self.raw, self.twin))
+        require(saved == same, "equal stories must give equal answers")
+        self.make_copies()
+        self.calls.append("policy.load_model(saved)")
+        for copy in (self.raw, self.twin, self.quiet):
+            cast("Learner", copy).load_model(saved)
+        self.insert(0, 3, first, True, 0, (1, 0, 0))
+
     # --- decisions ------------------------------------------------------------------------------
 
     @rule(
@@ -382,7 +404,7 @@ class PolicyStory(RuleBasedStateMachine):
         free = set(model.parent) - set(protected) - set(model.pins)
         worth = {s: self.raw.priority(s) for s in model.parent}
         before, weakest = self.raw.digest(), self.raw.weakest(self.clock, box(protected))
-        got = self.raw.evict(self.clock, n, box(protected))
+        got = self.raw.evict(self.clock - abs(dt), n, box(protected))  # as late as the last call
         same = self.twin.evict(self.clamped, n, box(protected))
         if got is None or same is None:
             require(got is None and same is None, "equal stories must give equal answers")
@@ -407,12 +429,15 @@ class PolicyStory(RuleBasedStateMachine):
         """Make room for a prefetch."""
         self.ask_expired(dt)
         free = set(self.model.parent) - set(protected) - set(self.model.pins)
-        got = self.raw.displace(self.clock, n, rate, protected)
+        worth = {s: self.raw.priority(s) for s in free - self.model.gone}
+        got = self.raw.displace(self.clock - abs(dt), n, rate, protected)
         same = self.twin.displace(self.clamped, n, rate, protected)
         quiet = self.quiet.displace(self.clamped, n, rate, protected)
         victims = self.agreed(got, same)
         require(victims == quiet.tolist(), "a call without effect had one")
         require(len(victims) <= n, f"displace({n}) gave {len(victims)} victims")
+        first = max([worth.get(victim, -math.inf) for victim in victims[:1]], default=-math.inf)
+        require(first < rate or rate == math.inf, "a block was displaced for a rate below its own")
         self.check_victims(victims, free, {})
 
     @rule(dt=steps_ns)

@@ -8,8 +8,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import Flaky
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from flowkv.core.errors import FlowKVError
-
 __all__ = ["VerificationError", "require", "tell", "tell_machine", "told"]
 
 
@@ -54,11 +52,13 @@ def tell_machine(
     try:
         tell(lambda: run_state_machine_as_test(machine, settings=how))
     except Exception as error:
+        fault = AssertionError(f"it raised {type(error).__name__}: {error}")
+        if isinstance(error, AssertionError):
+            fault = error
         if calls := getattr(machine, "calls", None):  # in place of the machine's rules
-            error.__notes__ = ["\n    ".join(["The calls that show it:", *calls])]
-        if isinstance(error, FlowKVError):
-            raise AssertionError(f"it raised {type(error).__name__}: {error}") from error
-        raise
+            error.__notes__ = []
+            fault.__notes__ = ["\n    ".join(["The calls that show it:", *calls])]
+        raise fault from (error.__cause__ if fault is error else error)
 
 
 class VerificationError(AssertionError):

@@ -263,9 +263,48 @@ class WantsWhatIsThere(Fast):
         return here, np.ones(len(here))
 
 
+class BreaksOnATenant(Fast):
+    def access(self, now_ns, slots, visit=NO_VISIT):
+        super().access(now_ns, slots, visit)
+        if visit.tenant == 1:
+            raise KeyError(visit.tenant)
+
+
+class RefusesAtAnEarlierTime(Fast):
+    seen = -math.inf
+
+    def expired(self, now_ns):
+        self.seen = now_ns
+        return super().expired(now_ns)
+
+    def evict(self, now_ns, n, protected=()):
+        return None if n and now_ns < self.seen else super().evict(now_ns, n, protected)
+
+
+class CannotLoadItsModel(Fast):
+    def save_model(self):
+        return b"model"
+
+    def load_model(self, saved):
+        raise ValueError(saved)
+
+
+class LearnsNonsense(CannotLoadItsModel):
+    def load_model(self, saved):
+        self.weight = math.nan
+
+    def priority(self, slot):
+        return super().priority(slot) + getattr(self, "weight", 0.0)
+
+
+class DisplacesForAnyRate(Fast):
+    def displace(self, now_ns, n, rate, protected=()):
+        return super().displace(now_ns, n, math.inf, protected)
+
+
 POLICIES = [
     mutant
-    for mutant in [*Fast.__subclasses__(), *Slow.__subclasses__()]
+    for mutant in [*Fast.__subclasses__(), *Slow.__subclasses__(), LearnsNonsense]
     if mutant.__module__ == __name__
 ]
 RANKED = (*LEASES, Lease(rank=10), Lease(rank=60))
@@ -274,8 +313,9 @@ RANKED = (*LEASES, Lease(rank=10), Lease(rank=60))
 @pytest.mark.parametrize("mutant", POLICIES, ids=lambda m: m.__name__)
 def test_policy_mutant_is_killed(mutant):
     leases = RANKED if issubclass(mutant, Fast) else LEASES
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError) as caught:
         check_policy(mutant, leases=leases, max_examples=2400, shrink=False)
+    assert caught.value.__notes__[0].startswith("The calls that show it:")
 
 
 class Scored(ByScore):

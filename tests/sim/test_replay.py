@@ -247,11 +247,14 @@ def test_policies_are_told_tenants_and_costs():
     plain, costly = Told(), Told()
     replay(trace, plain, size=0.1)
     replay(trace, costly, size=0.1, costs=True, hardware="h100")
-    assert {said["tenant"] for _, said in plain.said} == {0, 1}
     assert all(set(said) == {"tenant"} for _, said in plain.said)
     costs = [said["cost_ns"] for _, said in costly.said]
     assert 10**6 < min(costs) < max(costs) < 10**9  # 512 tokens of an 8-billion model
-    assert plain.payers == trace.tenants.tolist()
+    stack = [Told(), Told()]
+    PlaceStack(trace, stack, [20, 40]).replay()
+    for one in (plain, *stack):
+        assert one.payers == trace.tenants.tolist()
+        assert {said["tenant"] for _, said in one.said} == {0, 1}
 
 
 def test_policies_of_ones_own():
