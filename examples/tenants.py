@@ -4,12 +4,13 @@ python examples/tenants.py
 """
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, __version__
 
 import flowkv
 from flowkv.data import tiny_path  # a trained model that comes with FlowKV; its tokens are bytes
 
 MIB = 1 << 20
+CACHE = "past_key_values" if __version__ < "5.24" else "cache"  # transformers renamed it
 model = AutoModelForCausalLM.from_pretrained(tiny_path(), dtype=torch.float32)
 kv = flowkv.attach(
     model,
@@ -24,7 +25,7 @@ def ask(tenant: str, text: str) -> str:
     prompt = torch.tensor([list(text.encode())])
     before = kv.stats()["tokens_reused"]
     cache = kv.cache(input_ids=prompt, tenant=tenant)
-    model.generate(prompt, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    model.generate(prompt, **{CACHE: cache}, max_new_tokens=8, do_sample=False)
     reused = kv.stats()["tokens_reused"] - before
     return f"{reused} of {prompt.shape[1]} tokens were known"
 

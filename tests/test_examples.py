@@ -110,7 +110,8 @@ def test_rag(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_tenants(tmp_path: Path) -> None:
-    lines = said([str(EXAMPLES / "tenants.py")], tmp_path).splitlines()
+    strict = "-Werror::FutureWarning"
+    lines = said([strict, str(EXAMPLES / "tenants.py")], tmp_path).splitlines()
     knew = {line.split(":")[0]: counts(line) for line in lines if "were known" in line}
     assert knew["alice asks"][0] == knew["bob asks the same"][0] == 0
     assert knew["alice asks again"][0] == knew["alice asks again"][1] - 1

@@ -14,7 +14,7 @@ from transformers import DynamicCache, GenerationMixin
 from transformers.models.llama import modeling_llama
 
 from tests.hooks import matrix, models
-from tests.hooks.compare import assert_same, attached, generate, reused, turns
+from tests.hooks.compare import PAST, assert_same, attached, generate, reused, turns
 from tests.inside import INDEXERS, PagedCache, door_of, place_layers, read_layer
 
 
@@ -203,10 +203,10 @@ def test_layers_that_run_in_loops(name: str, tmp_path: Path) -> None:
             assert door_of(model).plan.count == 4 < len(door_of(model).plan.specs)
     with torch.no_grad(), attached(model):
         cache = DynamicCache(config=model.config)
-        model(prompt, past_key_values=cache, logits_to_keep=1)
+        model(prompt, **{PAST: cache}, logits_to_keep=1)
         assert isinstance(cache, PagedCache)
         native = pickle.loads(pickle.dumps(cache))
-        logits = [model(longer[:, 70:75], past_key_values=one).logits for one in (native, cache)]
+        logits = [model(longer[:, 70:75], **{PAST: one}).logits for one in (native, cache)]
         torch.testing.assert_close(logits[0], logits[1], atol=2e-4, rtol=2e-4)
 
 

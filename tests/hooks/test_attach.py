@@ -312,6 +312,21 @@ class TestTheModel:
         kv.close()
 
 
+class _Passing(transformers.LlamaForCausalLM):
+    def forward(self, *args: Any, **given: Any) -> Any:
+        return super().forward(*args, **given)
+
+
+def test_a_forward_that_passes_its_arguments_on() -> None:
+    """From transformers 5.24 on, generate calls the cache `cache` without looking at parameters."""
+    model, ids = models.sharpen(_Passing(models.causal("llama").config)), models.prompt(60)
+    theirs = generate(model, 4, input_ids=ids)
+    with attached(model, revision="1") as kv:
+        for _ in range(2):
+            assert_same(generate(model, 4, input_ids=ids), theirs)
+        assert reused(kv) > 0
+
+
 class _Locked(transformers.LlamaForCausalLM):
     def __getstate__(self) -> Any:
         return {name: held for name, held in vars(self).items() if name != "lock"}

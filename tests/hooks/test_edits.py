@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 import flowkv
 from tests.hooks import models
-from tests.hooks.compare import attached, reused
+from tests.hooks.compare import PAST, attached, reused
 from tests.inside import PagedCache, UnsupportedModelError, door_of
 
 Edit = Callable[[Any], Any]
@@ -224,10 +224,7 @@ def test_a_press_within_the_forward(loaded: dict[str, Any], name: str) -> None:
     model, ids = loaded[name], models.prompt(60)
 
     def press(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        cache = kwargs.get("past_key_values")
-        if cache is None:
-            cache = kwargs["layer_past"]
-        layer = cache.layers[module.layer_idx]
+        layer = kwargs[PAST if name == "llama" else "layer_past"].layers[module.layer_idx]
         if layer.keys.shape[2] > 30:
             layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
 
@@ -264,7 +261,7 @@ def test_a_write_within_the_forward_is_not_published(loaded: dict[str, Any]) -> 
     with attached(model) as kv:
 
         def spoil(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            kwargs["past_key_values"].layers[module.layer_idx].values.data.zero_()
+            kwargs[PAST].layers[module.layer_idx].values.data.zero_()
 
         handle = model.model.layers[1].self_attn.register_forward_hook(spoil, with_kwargs=True)
         with pytest.raises(UnsupportedModelError, match="does not continue"):

@@ -41,7 +41,9 @@ class TestPagedView:
                 model(ids[:, :18], past_key_values=cache, logits_to_keep=1)
                 layer = cache.layers[1]
                 update = layer.update
-                layer.update = lambda *given: caught.append(update(*given)) or caught[-1]
+                layer.update = lambda *given, **more: (
+                    caught.append(update(*given, **more)) or caught[-1]
+                )
                 handle = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(
                     lambda *_: caught.append([solid.clone() for solid in map(_dense, caught[0])])
                 )
@@ -85,7 +87,9 @@ class TestKeptViews:
         model(ids[:, :18], past_key_values=cache, logits_to_keep=1)
         for layer in cache.layers:
             own = layer.update
-            layer.update = lambda *given, own=own: kept.append(own(*given)) or kept[-1]
+            layer.update = lambda *given, own=own, **more: (
+                kept.append(own(*given, **more)) or kept[-1]
+            )
         model(ids[:, 18:19], past_key_values=cache, logits_to_keep=1)
         for layer in cache.layers:
             del layer.update
@@ -131,7 +135,7 @@ class TestKeptViews:
             cache = self.forwards(model, ids, [])
             layer = cache.layers[0]
             update = layer.update
-            layer.update = lambda *given: kept.append(update(*given)) or kept[-1]
+            layer.update = lambda *given, **more: kept.append(update(*given, **more)) or kept[-1]
             for i in range(19, 44):  # the first steps of a shape call each layer
                 before, replays = len(kept), kv.stats()["graphs"]["replayed"]
                 model(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from flowkv.cache.later import Later
 from flowkv.core.keys import Salt
-from flowkv.hooks.huggingface.versions import MODAL_INPUTS, PreTrainedTokenizerBase
+from flowkv.hooks.huggingface.versions import MODAL_INPUTS, RENAMED, PreTrainedTokenizerBase
 from flowkv.naming.fingerprint import parts_of
 
 # Salts of further inputs that keys and values depend on: encoder outputs, options, token types.
@@ -423,8 +423,8 @@ class Names:
         names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
         whose = "decoder_" if self.encoder else ""
         self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)
-        renamed = "cache" in self.parameters and _PAST not in self.parameters
-        self.cache = "cache" if renamed else _PAST
+        takes = "cache" in self.parameters or any(one.kind is one.VAR_KEYWORD for one in signature)
+        self.cache = "cache" if RENAMED and takes else _PAST
 
     def own(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by the model's own names, where some have a former name."""

@@ -6,6 +6,7 @@ forward hooks are used elsewhere; everything that has changed between releases i
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
@@ -41,6 +42,9 @@ CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 
 MODAL_INPUTS = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 """Inputs that `generate` passes to the first forward only: they fill placeholder tokens."""
+
+RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+"""Whether `generate` passes the cache as `cache`: from 5.24 on."""
 
 PREFILL: Any = getattr(GenerationMixin, "_prefill", None)
 """Method in which `generate` runs its first forward; None if a release has none."""

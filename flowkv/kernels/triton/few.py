@@ -52,6 +52,7 @@ from flowkv.kernels.triton.tile import (
     store_mass,
     store_partial,
     tile_range,
+    tiles,
     unit_of,
     visible,
 )
@@ -133,7 +134,7 @@ def few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_numbers, p_mass, b_seen, 
     """
     p_page, o_slot, position = locate(t, p_run, p_line, C)
     if C.LISTED:
-        position = tl.load(p_numbers + t // C.TILES) * C.PAGE + o_slot
+        position = tl.load(p_numbers + t // tiles(C)) * C.PAGE + o_slot
     o_t = tl.arange(0, C.TILE)
     o_d = tl.arange(0, C.D)
     o_v = tl.arange(0, C.DV)

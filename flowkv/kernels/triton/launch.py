@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, reduce
 from operator import attrgetter, gt, itemgetter, or_
@@ -58,17 +57,6 @@ def traits(device: torch.device) -> Traits:
 _THREAD = threading.local()
 _OTHERS: list[Any] = [None]
 """The hook that was set before `_hear`; it is called as well."""
-
-
-@cache
-def _warn() -> None:
-    """Warn before the first launch of a Triton version that compiles badly."""
-    if triton.__version__.startswith("3.8."):
-        warnings.warn(
-            "Triton 3.8 compiles 4-bit kernels so that registers spill. "
-            "Use Triton 3.7 or 3.9, or no codec smaller than kv8",
-            stacklevel=4,
-        )
 
 
 def _hear(*args: Any, **given: Any) -> Any:
@@ -143,7 +131,6 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[st
 
 def ask(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> Any:
     """Launch by Triton's public call, announcing compilations; return the compiled kernel."""
-    _warn()
     _listen()
     _THREAD.launching, _THREAD.compiling = True, False
     try:
@@ -396,11 +383,6 @@ class Constants(NamedTuple):
     WARPS: int = 0
     ASM: bool = False
     UPCAST: bool = False
-
-    @property
-    def TILES(self) -> int:
-        """Number of tiles of a page."""
-        return -(-self.PAGE // self.TILE)
 
 
 @lru_cache(maxsize=4096)

@@ -40,6 +40,7 @@ from flowkv.kernels.triton.tile import (
     sight_of,
     sum_before,
     tile_range,
+    tiles,
     unit_of,
     visible,
 )
@@ -97,8 +98,8 @@ def spare_offset(p_spare, p_run, i_rank, i_spare, n_columns, n_spare, C: tl.cons
 def page_of_tile(t, p_run, p_line, o_spare, n_spare, C: tl.constexpr):
     """Return `locate`; a sealed page p is read at p_run + o_spare + p * n_spare instead."""
     if C.SEALED:
-        i_page = t // C.TILES
-        o_slot = t % C.TILES * C.TILE
+        i_page = t // tiles(C)
+        o_slot = t % tiles(C) * C.TILE
         page = tl.load(p_line + i_page)
         o_page = page.to(tl.int64) * C.GRANULE
         o_page = tl.where(page >> TAG > 0, o_spare + i_page.to(tl.int64) * n_spare, o_page)
@@ -200,7 +201,7 @@ def mass_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_alibi, p_tre
     o_d = tl.arange(0, C.D)
     context = n_tokens - n_new
     b_mass = tl.full([C.BLOCK], 0, tl.float32)
-    for t in tl.range(i_page * C.TILES, i_page * C.TILES + C.TILES, num_stages=1):
+    for t in tl.range(i_page * tiles(C), i_page * tiles(C) + tiles(C), num_stages=1):
         p_page, o_slot, position = page_of_tile(t, p_run, p_line, o_spare, n_spare, C)
         o_t = tl.arange(0, C.TILE)
         b_at = position + o_t

@@ -53,6 +53,7 @@ from flowkv.kernels.triton.tile import (
     signed,
     store_mass,
     store_partial,
+    tiles,
 )
 
 # Addition of one tile of a sealed page to a running softmax, by integer tensor cores, in Triton.
@@ -176,11 +177,11 @@ def sealed_tile(q_hi, q_lo, q_hi1, q_lo1, b_step, z_hi, z_lo, p_0, m_q, b_m, b_l
                 p_run, p_line, p_numbers, p_mass, b_seen, b_slope, softcap, MASK: tl.constexpr,
                 C: tl.constexpr):  # fmt: skip
     """Add a tile, which is cut into PARTS, to the running softmax of all columns."""
-    granule = tl.load(p_line + t // C.TILES)
+    granule = tl.load(p_line + t // tiles(C))
     p_page = p_run + granule.to(tl.int64) * C.GRANULE
     number = t * 0
     if MASK or C.ALIBI or C.MASS > 0:
-        number = tl.load(p_numbers + t // C.TILES)
+        number = tl.load(p_numbers + t // tiles(C))
     b_shift = b_step
     if C.CHANNELS:
         HALF: tl.constexpr = C.HEAD_DIM // 2
@@ -204,7 +205,7 @@ def sealed_tile(q_hi, q_lo, q_hi1, q_lo1, b_step, z_hi, z_lo, p_0, m_q, b_m, b_l
     for part in tl.static_range(PARTS):
         b_m, b_l, b_acc, b_acc1 = sealed_part(
             q_hi, q_lo, q_hi1, q_lo1, b_step, b_shift, z_hi, z_lo, b_m, b_l, b_acc, b_acc1,
-            t % C.TILES * C.PARTS + part, p_page, number, p_mass, b_seen, b_slope, softcap,
+            t % tiles(C) * C.PARTS + part, p_page, number, p_mass, b_seen, b_slope, softcap,
             C.TILE // C.PARTS, MASK, C)  # fmt: skip
     return b_m, b_l, b_acc, b_acc1
 

@@ -13,17 +13,23 @@ LOWEST = tl.constexpr(-1.0e30)  # finite: "nothing seen yet" needs no guards aga
 
 
 @triton.jit
+def tiles(C: tl.constexpr):
+    """Return the number of tiles of a page, a constant."""
+    return (C.PAGE + C.TILE - 1) // C.TILE
+
+
+@triton.jit
 def locate(t, p_run, p_line, C: tl.constexpr):
     """Return (pointer to the page's run, slot of the tile's first token, position of that token).
 
     Args:
-        t: Number of the tile; pages are cut into cdiv(PAGE, TILE) tiles.
+        t: Number of the tile; pages are cut into `tiles`.
         p_run: Run of the head in a page at granule 0.
         p_line: The row's line of the page table.
         C: Constants of the kernel (`launch.Constants`).
     """
-    i_page = t // C.TILES
-    o_slot = t % C.TILES * C.TILE
+    i_page = t // tiles(C)
+    o_slot = t % tiles(C) * C.TILE
     p_page = p_run + tl.load(p_line + i_page).to(tl.int64) * C.GRANULE
     return p_page, o_slot, i_page * C.PAGE + o_slot
 
@@ -400,11 +406,11 @@ def row_of_item(b_items, i_item):
 
 @triton.jit
 def tile_at(position, C: tl.constexpr):
-    """Return the number of a position's tile. A page is cut into cdiv(PAGE, TILE) tiles."""
+    """Return the number of a position's tile."""
     if C.PAGE % C.TILE == 0:
         return position // C.TILE
     else:
-        return position // C.PAGE * C.TILES + position % C.PAGE // C.TILE
+        return position // C.PAGE * tiles(C) + position % C.PAGE // C.TILE
 
 
 @triton.jit
@@ -419,8 +425,8 @@ def tile_range(page, n_pages, seen_least, seen_most, C: tl.constexpr):
 
     Queries see the positions below `seen_least` to `seen_most`, and at most WINDOW of them.
     """
-    t0 = page * C.TILES
-    t1 = tl.minimum((page + n_pages) * C.TILES, tiles_until(seen_most, C))
+    t0 = page * tiles(C)
+    t1 = tl.minimum((page + n_pages) * tiles(C), tiles_until(seen_most, C))
     f0 = t0
     if C.WINDOW > 0:
         t0 = tl.maximum(t0, tile_at(tl.maximum(seen_least - C.WINDOW, 0), C))
@@ -440,4 +446,4 @@ def list_range(skip, take, n_pages, n_edge, n_tail, C: tl.constexpr):
     end = skip + take
     f0 = tl.minimum(tl.maximum(skip, n_edge), end)
     f1 = tl.minimum(tl.maximum(n_pages - n_tail, f0), end)
-    return skip * C.TILES, f0 * C.TILES, f1 * C.TILES, end * C.TILES
+    return skip * tiles(C), f0 * tiles(C), f1 * tiles(C), end * tiles(C)
