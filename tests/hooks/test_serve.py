@@ -502,6 +502,7 @@ def through(app: Any) -> list[Any]:
     sent = list[Any]()
 
     async def receive() -> Any:
+        await asyncio.sleep(0)
         return {"type": "http.request", "body": b"{}"}
 
     async def send(message: Any) -> None:
