@@ -243,7 +243,7 @@ class _Middleware:
         except Exception as error:
             if begun:  # streams write theirs
                 raise
-            told = _explained(error, request.method == "POST" and not call.answer)
+            told = _explained(error, request.method == "POST" and call.answer is None)
             await _error(*told)(scope, receive, send)
         finally:
             watching.cancel()
