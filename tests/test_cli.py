@@ -512,6 +512,15 @@ def test_tables_without_rich(
     assert out[7] == "first: 1/2 loading"
 
 
+def test_tables_in_a_pipe_are_as_wide_as_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "60")
+    screen.Screen().table(["", "found"], [["disk", "word " * 40]], numbers=False)
+    assert max(map(len, capsys.readouterr().out.splitlines())) == 60
+
+
 def test_tables_with_rich_show_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     screen.Screen().table(["a"], [["flowkv[hf]"]])
     assert "flowkv[hf]" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -1408,6 +1408,14 @@ class KV:
         for step in self.prefill([seq], chunk=chunk):
             output = forward(step)
         return output
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in ("is_compileable", "get_seq_length"):  # which models ask of their caches
+                remedy = "Pass past_key_values=kv.cache(**inputs), or leave it out"
+                raise ConfigError("a KV is no cache of one call", remedy)
+            raise AttributeError(f"{type(self).__name__!r} has no {name!r}", name=name, obj=self)
 
     def cache(
         self,

@@ -15,7 +15,6 @@ from typing import Any
 Tell = Callable[[int, int, str], None]
 """Progress callback: (done, total, current activity)."""
 
-_WIDTH = 100  # of a table outside a terminal
 _QUIET_S = 5.0  # between plain lines of progress
 _STYLES = {"ok": "green", "note": "dim", "warn": "yellow", "bad": "red bold"}
 
@@ -36,8 +35,7 @@ class Screen:
         if importlib.util.find_spec("rich") is not None:
             from rich.console import Console
 
-            width = None if self._tty else _WIDTH
-            self._rich = Console(file=self._file, width=width, highlight=False)
+            self._rich = Console(file=self._file, highlight=False)
 
     def say(self, text: str = "", *, style: str = "") -> None:
         """Print a line; `style` is "bold", "dim", "green", "red", ... where colours are shown."""

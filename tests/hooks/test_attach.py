@@ -56,6 +56,15 @@ def fails(*_: Any) -> None:
     raise TypeError("this fails")
 
 
+def test_the_kv_itself_is_no_cache_of_one_call(model: Any) -> None:
+    given = {"input_ids": models.prompt(20)}
+    with attached(model) as kv:
+        for call in (model, partial(model.generate, max_new_tokens=2)):
+            with pytest.raises(ConfigError, match=r"past_key_values=kv\.cache\("):
+                call(**given, past_key_values=kv)
+        assert not hasattr(kv, "no_such_field") and open_rows(kv) == 0
+
+
 class TestTheModel:
     def test_is_logged_when_it_is_attached(
         self, model: Any, caplog: pytest.LogCaptureFixture

@@ -20,7 +20,7 @@ def test_causes_that_go_round_in_a_circle_are_seen_once() -> None:
     first, second = OSError("first"), GatedRepoError("second")
     first.__cause__, second.__cause__ = second, first
     assert list(load._chain(first)) == [first, second]
-    explained = load._explanation("some/model", first)
+    explained = load.explanation("some/model", first)
     assert isinstance(explained, ConfigError) and "gated" in str(explained)
 
 

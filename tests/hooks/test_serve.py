@@ -261,6 +261,7 @@ def test_draws_and_stops_are_those_of_the_plain_server(servers: tuple[Server, Se
     for more in (
         {"temperature": 0.9, "seed": 5},
         {"temperature": 1.5, "top_p": 0.8, "seed": 6, "frequency_penalty": 0.1},
+        {"temperature": 1.5, "seed": -1},
         {"stop": ["e"]},
         {"logit_bias": {str(ord("x")): 50.0}},
     ):
@@ -308,7 +309,7 @@ def test_a_refused_request_holds_no_pages(servers: tuple[Server, Server]) -> Non
     ours, _ = servers
     for number in range(4):
         body = {"messages": [turn(f"refused {number}")], "stop": ""}
-        assert ours.send("POST", "/v1/chat/completions", body)[0] == 500
+        assert ours.send("POST", "/v1/chat/completions", body)[0] == 400
         assert ours.metric("open_sequences") == 0
 
 
@@ -349,25 +350,90 @@ def test_a_template_may_have_variables_of_any_name(servers: tuple[Server, Server
 def test_routes_that_mix_tenants_are_refused(servers: tuple[Server, Server], path: str) -> None:
     status, text = servers[0].send("POST", path, {"model": "other"})
     assert status == 404
-    assert "keeps tenants apart" in json.loads(text)["error"]
+    assert "keeps tenants apart" in json.loads(text)["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    "body", ["", "{", "[]", "[" * 200_000, '{"messages": 3}', '{"cache_control": 1}']
+    ("body", "cause"),
+    [
+        *(("", "required"), ("{", "decode"), ("[]", "dictionary"), ("[" * 200_000, "parsing")),
+        *(("{}", "'messages'"), ('{"messages": 3}', "TypeError"), ('{"cache_control": 1}', "")),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "TextEncodeInput"),
+        ('{"messages": [{"role": "user", "content": "x"}], "seed": "x"}', "ValueError"),
+        ('{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"1": "y"}}', "'y'"),
+        ('{"messages": [{"role": "user", "content": "x"}], "model": "y"}', "pinned"),
+        ('{"messages": [{"role": "user", "content": "x"}], "odd": 1}', "'odd'"),
+    ],
 )
-def test_odd_bodies_are_answered_as_by_the_plain_server(
-    servers: tuple[Server, Server], body: str
+def test_odd_bodies_are_refused_with_the_cause(
+    servers: tuple[Server, Server], body: str, cause: str
 ) -> None:
-    told = []
-    for server in servers:
-        link = http.client.HTTPConnection("localhost", server.port, timeout=60)
-        link.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
-        told.append(link.getresponse().status)
-        link.close()
-    if "cache_control" in body:
-        assert told[0] >= 400
-    else:
-        assert told[0] == told[1] >= 400
+    link = http.client.HTTPConnection("localhost", servers[0].port, timeout=60)
+    link.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+    answer = link.getresponse()
+    error = json.loads(answer.read())["error"]
+    link.close()
+    assert (answer.status in (400, 422), error["type"]) == (True, "invalid_request_error")
+    assert cause in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("chat/completions", {"messages": [turn("x")]}, "max_tokens"),
+        ("chat/completions", {"messages": [turn("x")]}, "max_completion_tokens"),
+        ("completions", {"prompt": "x"}, "max_tokens"),
+        ("responses", {"input": "x"}, "max_output_tokens"),
+    ],
+)
+def test_no_tokens_are_no_answer(
+    servers: tuple[Server, Server], path: str, body: Any, name: str, stream: bool
+) -> None:
+    for most in (-1, 0):
+        asked = {**body, name: most, "stream": stream}
+        status, text = servers[0].send("POST", f"/v1/{path}", asked)
+        message = json.loads(text)["error"]["message"]
+        assert (status, message) == (400, f"max_tokens={most}. Use a whole number, at least 1.")
+
+
+def test_answers_end_at_the_last_position_of_the_model(servers: tuple[Server, Server]) -> None:
+    ours, _ = servers
+    steps = ours.metric("engine_steps_total")
+    for stream in (False, True):
+        answer = ours.chat(turn("x" * 4060), max_tokens=10**30, stream=stream)
+        last = answer[-1] if stream else answer
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert last["usage"]["total_tokens"] == 4096
+    assert ours.metric("engine_steps_total") >= steps + 36
+
+
+def test_a_stream_of_what_generate_refuses_does_not_begin(servers: tuple[Server, Server]) -> None:
+    beams = json.dumps({"num_beams": 2, "max_new_tokens": 9})
+    body = {"messages": [turn("x")], "generation_config": beams, "stream": True}
+    status, text = servers[0].send("POST", "/v1/chat/completions", body)
+    assert (status, "streamer" in json.loads(text)["error"]["message"]) == (400, True)
+
+
+def test_a_bias_may_be_whole(servers: tuple[Server, Server]) -> None:
+    assert content(servers[0].chat(turn("x"), logit_bias={str(ord("z")): 100})) == "z" * 12
+
+
+def test_the_served_model_is_listed(servers: tuple[Server, Server]) -> None:
+    status, text = servers[0].send("GET", "/v1/models")
+    (model,) = json.loads(text)["data"]
+    assert (status, model["object"]) == (200, "model")
+    assert servers[0].chat(turn("x"), model=model["id"])["model"].startswith(model["id"])
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error(servers: tuple[Server, Server]) -> None:
+    ours, _ = servers
+    before = ours.log.read_text().count("Traceback")
+    with socket.create_connection(("localhost", ours.port)) as link:
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        link.shutdown(socket.SHUT_WR)
+        assert link.recv(100) == b""
+    assert ours.log.read_text().count("Traceback") == before
 
 
 def test_a_restart_restores_from_the_store(tmp_path: Path) -> None:
@@ -378,6 +444,7 @@ def test_a_restart_restores_from_the_store(tmp_path: Path) -> None:
         with served(LOADING, words, tmp_path / "log") as server:
             answers.append(server.wait().chat(*chat, key="kept"))
             server.stop(how)
+            assert server.process.returncode in (130, 143, -how)
             assert "Traceback" not in server.log.read_text()
     assert content(answers[0]) == content(answers[1])
     assert (cached(answers[0]), cached(answers[1]) > len(SYSTEM)) == (0, True)
@@ -391,7 +458,7 @@ def test_a_failed_engine_is_reported_with_its_cause(tmp_path: Path) -> None:
         server.wait()
         for _ in range(2):
             status, text = server.send("POST", "/v1/chat/completions", body)
-            assert (status, "device lost" in json.loads(text)["error"]) == (503, True)
+            assert (status, "device lost" in json.loads(text)["error"]["message"]) == (503, True)
         assert server.send("GET", "/health")[0] == 503
 
 
@@ -430,18 +497,12 @@ def test_a_client_that_leaves_ends_what_the_engine_lacks() -> None:
         assert kv.metrics.prometheus().count("flowkv_open_sequences 0") == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(errors.CapacityError("no room", "Wait"), 503), (errors.ConfigError("odd", "Mend"), 400)],
-)
-def test_refusals_name_cause_and_remedy(error: flowkv.FlowKVError, status: int) -> None:
-    sent, calls = list[Any](), list[Any]()
-
-    async def app(*_: Any) -> None:
-        calls.append(serve._CALL.get())
-        raise error
+def through(app: Any) -> list[Any]:
+    """What the middleware sends for an application."""
+    sent = list[Any]()
 
     async def receive() -> Any:
+        await asyncio.sleep(0)
         return {"type": "http.request", "body": b"{}"}
 
     async def send(message: Any) -> None:
@@ -449,9 +510,62 @@ def test_refusals_name_cause_and_remedy(error: flowkv.FlowKVError, status: int) 
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     asyncio.run(serve._Middleware(app, None)(scope, receive, send))  # type: ignore[arg-type]
-    assert sent[0]["status"] == status
-    assert json.loads(sent[1]["body"]) == {"error": str(error)}
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.CapacityError("no room", "Wait"), 503),
+        (errors.ConfigError("odd", "Mend"), 400),
+        (errors.UnsupportedModelError("odd", "Mend"), 400),
+        (KeyError("role"), 400),
+        (RuntimeError("device lost"), 500),
+    ],
+)
+def test_refusals_name_cause_and_remedy(error: Exception, status: int) -> None:
+    calls = list[Any]()
+
+    async def app(*_: Any) -> None:
+        calls.append(serve._CALL.get())
+        raise error
+
+    start, body = through(app)
+    found = json.loads(body["body"])["error"]
+    assert (start["status"], str(error) in found["message"]) == (status, True)
+    assert found["type"] == ("invalid_request_error" if status == 400 else "server_error")
+    assert found["message"].count(".") == 2
     assert calls[0].gone
+
+
+def test_the_error_of_a_stream_is_json_whatever_its_text() -> None:
+    told = 'odd "quotes", \\ and\nlines'
+
+    async def app(_: Any, __: Any, send: Any) -> None:
+        serve._CALL.get().begin()
+        head = {"headers": [(b"content-type", b"text/event-stream")], "status": 200}
+        await send({"type": "http.response.start", **head})
+        text = f'data: {{"choices": []}}\n\ndata: {{"error": "{told}"}}\n\n'
+        await send({"type": "http.response.body", "body": text.encode()})
+
+    first, last = events(through(app)[1]["body"].decode())
+    assert (first, last["error"]["message"]) == ({"choices": []}, told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["{}/none"], "the Hugging Face hub has no model"),
+        (["{}/none", "--port", "x"], "'x' is not a valid integer"),
+        (["{}/none", "--prot", "1"], "--prot"),
+    ],
+)
+def test_what_cannot_be_served_is_said(
+    tmp_path: Path, words: list[str], told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", *(word.format(tmp_path) for word in words)]) == 2
+    error = capfd.readouterr().err
+    assert (told in error, "unexpected" in error) == (True, False)
 
 
 @pytest.mark.parametrize("option", ["--continuous-batching", "--compile"])

@@ -104,7 +104,7 @@ def load(
     except FlowKVError:
         raise
     except Exception as error:
-        raise _explanation(name, error) from error
+        raise explanation(name, error) from error
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -171,7 +171,7 @@ def _tokenizer(source: str, folder: Path | None, config: Any) -> tuple[Callable[
     )
 
 
-def _explanation(name: str, error: Exception) -> FlowKVError:
+def explanation(name: str, error: Exception) -> FlowKVError:
     """Turn an exception of transformers into an error with a remedy."""
     if isinstance(error, torch.OutOfMemoryError):
         return CapacityError(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
@@ -31,6 +32,7 @@ from flowkv.cache.kv import KV
 from flowkv.core import errors
 from flowkv.hooks.huggingface.cache_control import CacheControl, cache_control, without_hints
 from flowkv.hooks.huggingface.inputs import Names
+from flowkv.hooks.huggingface.load import explanation
 from flowkv.observe.events import Hinted
 
 _SERVED = "/v1/chat/completions /v1/completions /v1/responses /v1/models /health".split()
@@ -41,6 +43,10 @@ _FIELDS = "cache_control ignore_eos min_tokens".split()
 
 _CREDENTIALS = "authorization x-api-key api-key".split()
 """Headers with an API key, of clients of several vendors."""
+
+
+_FAILED = b'data: {"error": "'
+"""Beginning of the last event of a stream that failed."""
 
 
 class HttpCall:
@@ -54,6 +60,7 @@ class HttpCall:
         hinted: What its usage says of them.
         gone: The client is gone.
         answer: The engine's answer, if it has the request.
+        begun: Done once the request is accepted, or refused with an error.
     """
 
     def __init__(self, tenant: str | None = None, body: dict[str, Any] | None = None) -> None:
@@ -61,6 +68,13 @@ class HttpCall:
         self.reused, self.gone, self.hints = 0, False, CacheControl()
         self.hinted: dict[str, int] = {}
         self.answer: Any = None
+        self.begun = Future[None]()
+        self.begun.set_running_or_notify_cancel()  # a cancelled wait for it does not cancel it
+
+    def begin(self, error: BaseException | None = None) -> None:
+        """Settle `begun`, if it is not yet."""
+        if not self.begun.done():
+            self.begun.set_exception(error) if error else self.begun.set_result(None)
 
     def call_off(self) -> None:
         """Cancel the request: its client is gone."""
@@ -101,40 +115,43 @@ class _Generation:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def generate(self, streamer: Any = None, **given: Any) -> torch.Tensor:
+    def generate(self, **given: Any) -> torch.Tensor:
         """Return `[1, S]`, prompt and new tokens; arguments are those of the model's `generate`."""
-        call, (engine, alone, read) = self._call, self._parts
+        try:
+            return self._generate(**given)
+        except BaseException as error:
+            self._call.begin(error)
+            raise
+
+    def _generate(self, streamer: Any = None, **given: Any) -> torch.Tensor:
+        call, (engine, _, read) = self._call, self._parts
         options = {name: given.pop(name) for name in ("generation_config", "tokenizer")}
-        ids, config = given["input_ids"], options["generation_config"]
-        limit = config.max_new_tokens
+        ids, config, seed = given["input_ids"], options["generation_config"], call.body.get("seed")
+        limit, text = config.max_new_tokens, self._model.config.get_text_config(decoder=True)
+        if limit is not None and limit < 1:
+            raise errors.ConfigError(f"max_tokens={limit}", "Use a whole number, at least 1")
+        room = (getattr(text, "max_position_embeddings", None) or 0) - ids.shape[1]
+        if limit and room > 0:
+            config.max_new_tokens = limit = min(limit, room)
         if least := limit if call.body.get("ignore_eos") else call.body.get("min_tokens"):
             if not isinstance(least, int):
                 raise errors.ConfigError(f"min_tokens={least!r}", "Use a whole number")
             config.min_new_tokens = least
+        if isinstance(bias := config.sequence_bias, dict):  # clients send whole numbers
+            config.sequence_bias = {tokens: float(value) for tokens, value in bias.items()}
+        if isinstance(seed, int):
+            seed %= 1 << 64  # as torch does
         call.hints = read(call.body, options["tokenizer"], ids[0].tolist())
         care: dict[str, Any] = {"tenant": call.tenant, "retain": call.hints.retain}
         try:
             if given.keys() - {"input_ids", "attention_mask"}:
                 raise errors.UnsupportedModelError("the prompt is more than tokens", "Use generate")
-            more = {"options": options, "seed": call.body.get("seed"), **care}
+            more = {"options": options, "seed": seed, **care}
             answer = engine.submit(ids[0], max_new_tokens=limit, **more)
         except (errors.CapacityError, errors.ConfigError, errors.UnsupportedModelError):
-            with alone:  # images, beams, ...: as without an engine
-                cache, told = engine.kv.cache(**given, **care), list[int]()
-
-                def stops(*_: Any, **__: Any) -> bool:  # behind the first forward, before the end
-                    if not told:
-                        told.append(getattr(cache, "reused", 0))
-                        call.record_reuse(engine.kv, told[0])
-                    return call.gone
-
-                given |= {Names(self._model).cache: cache, "streamer": streamer}
-                given["stopping_criteria"] = [stops]
-                try:
-                    return self._model.generate(**given, **options)
-                finally:  # an error would hold the cache; one that became native has no pages
-                    getattr(cache, "close", int)()
+            return self._alone(given, {**options, "streamer": streamer}, care)
         call.answer = answer
+        call.begin()
         try:
             if call.gone:
                 answer.cancel()
@@ -149,6 +166,24 @@ class _Generation:
         finally:
             answer.cancel()  # a streamer raises once its client is gone
         return torch.cat([ids, ids.new_tensor([done.tokens])], dim=1)
+
+    def _alone(self, given: dict[str, Any], options: Any, care: dict[str, Any]) -> torch.Tensor:
+        """Answer as without an engine, one request at a time: images, beams, ..."""
+        call, (engine, alone, _) = self._call, self._parts
+        with alone:
+            cache = engine.kv.cache(**given, **care)
+
+            def stops(*_: Any, **__: Any) -> bool:  # behind the first forward, before the end
+                if not call.begun.done():
+                    call.record_reuse(engine.kv, getattr(cache, "reused", 0))
+                    call.begin()
+                return call.gone
+
+            given |= {Names(self._model).cache: cache, "stopping_criteria": [stops]}
+            try:
+                return self._model.generate(**given, **options)
+            finally:  # an error would hold the cache; one that became native has no pages
+                getattr(cache, "close", int)()
 
 
 class _Manager(utils.GenerateManager):
@@ -172,8 +207,8 @@ class _Middleware:
         self._app, self._kv = app, kv
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        from starlette.requests import Request
-        from starlette.responses import JSONResponse, PlainTextResponse
+        from starlette.requests import ClientDisconnect, Request
+        from starlette.responses import PlainTextResponse
 
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
@@ -181,10 +216,13 @@ class _Middleware:
             return await PlainTextResponse(self._kv.metrics.prometheus())(scope, receive, send)
         if path not in _SERVED:
             use = f"{path}: FlowKV keeps tenants apart. Use {', '.join(_SERVED)} or /metrics"
-            return await JSONResponse({"error": use}, 404)(scope, receive, send)
+            return await _error(404, use)(scope, receive, send)
         request = Request(scope, receive)
-        call, body = _read_call(_tenant(request.headers), await request.body())
-        unread = [{"type": "http.request", "body": body}]
+        try:
+            call, body = _read_call(_tenant(request.headers), await request.body())
+        except ClientDisconnect:
+            return None
+        unread, begun = [{"type": "http.request", "body": body}], list[Any]()
 
         async def replay() -> Any:
             return unread.pop() if unread else await receive()
@@ -194,16 +232,41 @@ class _Middleware:
                 pass
             call.call_off()
 
+        async def begin(message: Any) -> None:
+            begun.append(message)
+            await send(message)
+
         _CALL.set(call)
         watching = asyncio.ensure_future(watch())
         try:
-            await self._app(scope, replay, _completing(call, send))
-        except errors.FlowKVError as error:  # before the answer began: streams write theirs
-            status = 400 if isinstance(error, ValueError) else 503
-            await JSONResponse({"error": str(error)}, status)(scope, receive, send)
+            await self._app(scope, replay, _completing(call, begin))
+        except Exception as error:
+            if begun:  # streams write theirs
+                raise
+            told = _explained(error, request.method == "POST" and call.answer is None)
+            await _error(*told)(scope, receive, send)
         finally:
             watching.cancel()
             call.call_off()  # if the server itself ends it
+
+
+def _error(status: int, message: str) -> Any:
+    """Return an answer that tells of an error, as OpenAI's servers do."""
+    from starlette.responses import JSONResponse
+
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind}}, status)
+
+
+def _explained(error: Exception, unread: bool) -> tuple[int, str]:
+    """Return status and message for an error; `unread`: a prompt was not computed yet."""
+    if isinstance(error, errors.FlowKVError):
+        return 400 if isinstance(error, ValueError | TypeError) else 503, str(error)
+    cause = f"({type(error).__name__}: {str(error).rstrip('.')})"
+    if unread and not isinstance(error, RuntimeError | MemoryError):
+        return 400, f"the request is malformed {cause}. Correct the value that is named."
+    logging.getLogger("flowkv").error("a request failed", exc_info=error)
+    return 500, f"the server failed {cause}. Look into its log."
 
 
 def _tenant(headers: Any) -> str | None:
@@ -237,13 +300,19 @@ def _completing(call: HttpCall, send: Any) -> Any:
     async def complete(message: Any) -> None:
         body = message.get("body", b"")
         if message["type"] == "http.response.start":
-            if b"application/json" in dict(message["headers"]).get(b"content-type", b""):
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            if b"application/json" in kind:
                 return start.append(message)  # its length changes
+            if b"event-stream" in kind:
+                await asyncio.wrap_future(call.begun)
         elif start:
             parts.append(body)
             if message.get("more_body"):
                 return None
             body, first = _completed(call, b"".join(parts)), start.pop()
+            if first["status"] >= 400 and (detail := json.loads(body).get("detail")):
+                told = detail if isinstance(detail, str) else detail[0]["msg"]
+                body = _error(first["status"], told).body
             kept = [pair for pair in first["headers"] if pair[0] != b"content-length"]
             length = b"content-length", str(len(body)).encode()
             await send({**first, "headers": [*kept, length]})
@@ -251,6 +320,10 @@ def _completing(call: HttpCall, send: Any) -> Any:
         elif b'"usage"' in body:
             lines = [_completed(call, line) for line in body.split(b"\n")]
             message = {**message, "body": b"\n".join(lines)}
+        elif _FAILED in body:  # its text is not escaped
+            before, _, told = body.partition(_FAILED)
+            text = told.rpartition(b'"}')[0].decode(errors="replace")
+            message = {**message, "body": before + b"data: " + _error(500, text).body + b"\n\n"}
         return await send(message)
 
     return complete
@@ -305,7 +378,10 @@ def run(model: str, options: Sequence[str], start: Callable[[Any], Any]) -> None
             "Use a release from 5.17 to 5.24",
         )
 
+    built = list[Any]()
+
     def build(*given: Any, **named: Any) -> Any:
+        built.append(given)
         app, parts = make(*given, **named), [*given, *named.values()]
         (models,) = (part for part in parts if isinstance(part, ModelManager))
         (state,) = (part for part in parts if isinstance(part, utils.GenerationState))
@@ -316,12 +392,24 @@ def run(model: str, options: Sequence[str], start: Callable[[Any], Any]) -> None
         manager = _Manager((engine, threading.Lock(), _reader(handler, modality)))
         state.get_manager = lambda *_, **__: manager
         state.is_cb_alive = lambda: not engine.closed  # which /health asks
+        known = {"id": model, "object": "model", "created": 0, "owned_by": "flowkv"}
+        vars(models)["get_gen_models"] = lambda: [known]  # others are not served
         engine.kv.metrics.follow_steps(engine.kv.bus)
         app.add_middleware(_Middleware, kv=engine.kv)
         return app
 
     make, server.build_server = server.build_server, build
     try:
-        commands(["serve", model, *options])
+        if commands(["serve", model, *options], standalone_mode=False) == 130:
+            raise KeyboardInterrupt
+    except Exception as error:
+        if isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error  # as releases of typer differ
+        if hasattr(error, "format_message"):  # of the command itself
+            remedy = "See `transformers serve --help`"
+            raise errors.ConfigError(error.format_message().rstrip(".?"), remedy) from error
+        if built or isinstance(error, errors.FlowKVError):
+            raise
+        raise explanation(model, error) from error
     finally:
         server.build_server = make
