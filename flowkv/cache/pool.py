@@ -8,6 +8,7 @@ id holds the granule (4 KiB) at which the page begins and, in the bits above, it
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
@@ -328,8 +329,10 @@ class PagePool:
         ahead = min(_AHEAD_BYTES, size // _AHEAD_SHARE // GRANULE_BYTES * GRANULE_BYTES)
         if self.device.type == "cpu" and used_bytes + ahead // 2 >= self._touched < size:
             first, self._touched = self._touched, min(used_bytes + ahead, size)
-            part, wait_s = self.arena[first : self._touched], _TOUCH_LATER_S if first else 0.0
-            begin(_first_touch, part, wait_s, name="flowkv-memory")  # or the first write waits
+            part = self.arena.data_ptr() + first, self._touched - first
+            wait_s = _TOUCH_LATER_S if first else 0.0
+            # without such a thread, the first write waits
+            begin(_first_touch, weakref.ref(self.arena), *part, wait_s, name="flowkv-memory")
 
     def _change(self, granules: int, pages: int) -> None:
         self._vacant[granules] = self._vacant.get(granules, 0) + pages
@@ -508,10 +511,16 @@ _TOUCH_LATER_S = 0.5
 """Delay of later touches, so that they do not slow the restore that used up the memory."""
 
 
-def _first_touch(memory: torch.Tensor, wait_s: float) -> None:
-    """Commit memory after a delay."""
+def _first_touch(
+    arena: weakref.ref[torch.Tensor], address: int, n_bytes: int, wait_s: float
+) -> None:
+    """Commit memory of an arena after a delay.
+
+    A tensor that this thread frees at the interpreter's end would abort the process.
+    """
     time.sleep(wait_s)
-    populate(memory.data_ptr(), memory.numel())
+    if arena() is not None:
+        populate(address, n_bytes)
 
 
 # The codecs that the pages of a layer group may have, and the layout of each.

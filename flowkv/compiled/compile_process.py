@@ -50,9 +50,10 @@ def begin(lock: Path, module: str, text: str) -> subprocess.Popen[bytes] | None:
 
 def end() -> None:
     """End the processes that still compile; the next process continues their work."""
-    while _RUNNING:
-        with _RUNNING.pop() as process:
-            process.terminate()
+    with suppress(IndexError):  # another thread may have ended the last one
+        while True:
+            with _RUNNING.pop() as process:
+                process.terminate()
 
 
 def _forget() -> None:

@@ -23,6 +23,7 @@ from urllib.parse import quote, unquote
 
 import numba
 import numpy as np
+import xxhash
 from numba.core import caching, ccallback, sigutils
 
 from flowkv.core.config import cache_home
@@ -126,6 +127,31 @@ class _Form(caching.CompileResultCacheImpl):
     _locator_classes = (_Provided, _Place)
 
 
+class _File(caching.IndexDataCacheFile):
+    """Files of one function: each code with its source, its signature, and a digest at the end.
+
+    Numba writes an index before the code it names, and does not lock: behind a full disk, a kill,
+    or another process, an index may name code of another source or signature.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        super().save(key, (self._source_stamp, key, data))
+
+    def load(self, key: Any) -> Any:
+        found = super().load(key)
+        return found[2] if found and found[:2] == (self._source_stamp, key) else None
+
+    def _dump(self, what: Any) -> bytes:
+        body: bytes = super()._dump(what)
+        return body + xxhash.xxh3_128_digest(body)  # unpickling ignores what follows
+
+    def _load_data(self, name: str) -> Any:
+        body = Path(self._data_path(name)).read_bytes()
+        if xxhash.xxh3_128_digest(body[:-16]) != body[-16:]:
+            raise OSError(f"{name} is damaged")
+        return super()._load_data(name)
+
+
 class _Cache(caching.FunctionCache):
     """Cache of machine code of one function. Errors of files never reach its callers."""
 
@@ -149,7 +175,7 @@ class _Cache(caching.FunctionCache):
 
     def save_overload(self, signature: Any, made: Any) -> None:
         """Write compiled code to the cache, if that is possible."""
-        with suppress(OSError):
+        with suppress(Exception):  # a damaged index that could not be emptied, too
             super().save_overload(signature, made)
 
 
@@ -174,8 +200,8 @@ def kept(stamp: object = None, **options: Any) -> Callable[[Callable[..., Any]],
 def _stamped(function: Callable[..., Any], stamp: object) -> _Cache:
     """Return the cache of one function, for code under one stamp."""
     cache = _Cache(function)
-    if stamp is not None:
-        cache._cache_file._source_stamp = (cache._cache_file._source_stamp, stamp)
+    source = cache._cache_file._source_stamp, stamp
+    cache._cache_file = _File(cache._cache_path, cache._impl.filename_base, source)
     return cache
 
 

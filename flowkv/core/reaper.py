@@ -6,6 +6,7 @@ closing.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -74,5 +75,9 @@ class Reaper:
             del work  # so that objects it holds are freed now, not with the next function
 
 
+_END_S = 5.0
+
 REAPER = Reaper()
+# The interpreter's end would stop the thread within torch, which aborts the process.
+atexit.register(lambda: REAPER.join(_END_S))
 os.register_at_fork(after_in_child=REAPER.forked)

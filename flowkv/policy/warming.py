@@ -391,6 +391,8 @@ class CompiledPolicies:
             if not self._complete(name):
                 lock = machine_code.lock_file()
                 process = None if lock is None else compile_process.begin(lock, __name__, name)
+                if self._ended:  # perhaps before that process began
+                    compile_process.end()
                 code = process.wait() if process is not None else None
                 if not ((code == 0 and self._complete(name)) or self._ended):
                     _stays(name, "no process" if code is None else f"exit status {code}")

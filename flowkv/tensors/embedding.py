@@ -124,6 +124,9 @@ def write_table(disk: str | os.PathLike[str], parts: Iterable[torch.Tensor]) -> 
                 with replacing(folder / _MANIFEST) as file:
                     file.write(raw + xxhash.xxh3_128_digest(raw))
         except BaseException:
+            with contextlib.suppress(StoreError):  # there is no manifest yet
+                if _read_manifest(folder)[0].table == name:
+                    raise  # a signal came behind the last step
             (folder / name).unlink(missing_ok=True)
             raise
         for old in before:  # files of an earlier table, or of a process that was killed

@@ -100,6 +100,26 @@ def test_a_cache_goes_with_its_pools(tmp_path: Path, tiers: Any, close: bool) ->
     assert not alive(left)
 
 
+def test_the_interpreter_waits_for_what_ends_a_cache() -> None:
+    """A thread that works with tensors at the interpreter's end aborts the process."""
+    program = """
+from tests.inside import REAPER
+import torch
+
+def work():
+    rows = torch.zeros(1 << 16)
+    for _ in rows:
+        rows[1:]
+    print("done", flush=True)
+
+REAPER.start()
+REAPER.put(work)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
 def writable(kv: KV) -> bool:
     (tier,) = kv.stats()["tiers"].values()
     return bool(tier["writable"])

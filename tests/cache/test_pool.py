@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
 from tests.cache.audit import audit_pool
-from tests.inside import CapacityError, PagePool, StateError, codec_of, granule_of, page_id
+from tests.inside import (
+    CapacityError,
+    PagePool,
+    StateError,
+    cache_pool,
+    codec_of,
+    granule_of,
+    own_memory,
+    page_id,
+)
 from tests.inside import layout_CODECS as CODECS
 
 
@@ -131,3 +144,24 @@ def test_a_pool_beyond_what_ids_can_name_is_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(CapacityError, match="at most 1TiB"):
         PagePool("cpu", (1 << 40) + (1 << 30), [16])
     assert PagePool("cpu", 1 << 40, [16]).available(16) == 1 << 24
+
+
+def test_no_thread_that_is_to_touch_memory_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would do so within torch, at the interpreter's end, too, which aborts the process."""
+    later: list[Any] = []
+    made: list[weakref.ref[Any]] = []
+
+    def own(n_bytes: int) -> memoryview:
+        memory = own_memory(n_bytes)
+        made.append(weakref.ref(memory.obj))
+        return memory
+
+    monkeypatch.setattr(cache_pool, "own_memory", own)
+    monkeypatch.setattr(cache_pool, "begin", lambda *work, name: later.append(work))
+    pool = pool_of(4)
+    assert later and made[0]() is not None
+    del pool
+    gc.collect()
+    assert made[0]() is None
+    for work, *words in later:
+        work(*words)

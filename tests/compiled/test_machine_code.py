@@ -84,6 +84,9 @@ def test_what_cannot_be_written_is_read(home: Path, monkeypatch: pytest.MonkeyPa
     other = again()
     assert other(2.5) == 5.0  # of a type that was not kept, and now cannot be
     assert hits(other) == 1
+    (index,) = home.rglob("*.nbi")
+    os.truncate(index, 40)
+    assert hits(again()) == 0
 
 
 @pytest.mark.parametrize("ending", [".nbi", ".nbc"])
@@ -94,6 +97,42 @@ def test_what_is_damaged_is_compiled_anew(home: Path, ending: str, n_bytes: int)
     os.truncate(damaged, n_bytes)
     assert hits(again()) == 0
     assert hits(again()) == 1
+
+
+def test_no_changed_byte_of_machine_code_is_run(home: Path) -> None:
+    assert hits(again()) == 0
+    (path,) = home.rglob("*.nbc")
+    body = bytearray(path.read_bytes())
+    at = body.rindex(b"double")  # in the names of the machine code, where no error shows
+    body[at] ^= 1
+    path.write_bytes(body)
+    assert hits(again()) == 0
+    assert hits(again()) == 1
+
+
+def test_code_that_another_process_wrote_under_the_same_name_is_not_run(home: Path) -> None:
+    """Two processes that find no index number their code alike."""
+    of_floats, both = again(), again()
+    assert (both(21), both(2.5)) == (42, 5.0)
+    one, other = sorted(home.rglob("*.nbc"))
+    one.rename(other)
+    assert of_floats(2.5) == 5.0 and of_floats.signatures[0][0] == types.float64
+
+
+def test_code_of_earlier_sources_is_not_run_after_a_full_disk(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = double.__code__
+    earlier = code.replace(co_consts=tuple(3 if c == 2 else c for c in code.co_consts))
+    assert kept("earlier")(FunctionType(earlier, globals(), "double"))(21) == 63
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(numba.core.caching.IndexDataCacheFile, "_save_data", full)
+        assert kept("now")(FunctionType(code, globals(), "double"))(21) == 42
+    assert kept("now")(FunctionType(code, globals(), "double"))(21) == 42
 
 
 def test_versions_of_numba_keep_machine_code_apart(home: Path) -> None:

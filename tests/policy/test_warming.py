@@ -318,6 +318,25 @@ def test_the_end_of_the_process_ends_the_compiler(monkeypatch: pytest.MonkeyPatc
     assert not code.ready("lru") and set(code._threads) == {"auto"}, "nothing begins at the end"
 
 
+def test_a_compiler_that_begins_at_the_end_ends_too(
+    compilers: list[Compiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, real = CompiledPolicies(), compile_process.begin
+
+    def begin(*given: object) -> Any:
+        code._ended = True  # by `end`, which found no process
+        return real(*given)
+
+    monkeypatch.setattr(compile_process, "begin", begin)
+    monkeypatch.setattr(compile_process, "end", lambda: compilers[0].end(-15))
+    assert not code.ready("auto")
+    (thread,) = code._threads.values()
+    thread.join(3.0)
+    ended = not thread.is_alive()
+    first(compilers).end()
+    assert ended, "the end of the process would wait for it"
+
+
 def test_a_child_of_fork_loads_anew(compilers: list[Compiler]) -> None:
     code = CompiledPolicies()
     assert not code.ready("auto")

@@ -126,6 +126,23 @@ def test_interrupts_anywhere_leave_no_row_under_the_number_of_another(tmp_path: 
         assert torch.equal(whole.all_rows(), weight)
 
 
+def test_an_interrupt_behind_the_last_step_leaves_the_new_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path, [torch.zeros(3, 4)])
+    real = Path.replace
+
+    def replace(path: Path, target: Path) -> None:
+        real(path, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        write_table(tmp_path, [torch.ones(3, 4)])
+    with EmbeddingTable(tmp_path) as table:
+        assert (table.all_rows() == 1).all()
+
+
 def test_the_table_serves_another_process_without_its_weights(tmp_path: Path) -> None:
     module = made(500, 32)
     weight, ids = module.weight.clone(), torch.tensor([[3, 499], [0, 3]])
