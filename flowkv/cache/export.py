@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ from flowkv.cache.sequence import Guard
 from flowkv.cache.store import PageStore
 from flowkv.compiled import compiling
 from flowkv.core.errors import StoreError
-from flowkv.core.files import MALFORMED, open_beside, open_regular, sensible
+from flowkv.core.files import MALFORMED, open_regular, replacing, sensible
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES, ROOT
 from flowkv.observe.events import Closing
@@ -90,8 +90,9 @@ class ArchiveWriter:
     def __init__(self, path: str | os.PathLike[str], envelope: Envelope) -> None:
         self.path, self._envelope = Path(path), envelope
         self.frames, self.n_bytes, self._entries = 0, 0, list[_Entry]()
+        self._replacing = replacing(self.path, 0o600)
         with self._named():
-            self._partly, self._file = open_beside(self.path, 0o600)
+            self._file = self._replacing.__enter__()
             self._write(MAGIC + VERSION.to_bytes(4, "little"))
 
     def append(self, key: bytes, info: FrameInfo, body: memoryview | bytes) -> None:
@@ -110,19 +111,15 @@ class ArchiveWriter:
     def __enter__(self) -> ArchiveWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._file.close()
-            self._partly.unlink(missing_ok=True)
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is not None:
+            self._replacing.__exit__(*error)
             return
         with self._named():
             index, at = msgspec.msgpack.encode(_Index(VERSION, tuple(self._entries))), self.n_bytes
             self._write(index)
             self._file.write(_END.pack(MAGIC, at, len(index), xxhash.xxh3_128_digest(index)))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self._partly, self.path)
+            self._replacing.__exit__(None, None, None)
             directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(directory)
@@ -141,12 +138,9 @@ class ArchiveWriter:
         try:
             yield
         except OSError as error:
-            with contextlib.suppress(OSError, AttributeError):
-                self._partly.unlink(missing_ok=True)
-                self._file.close()
-            raise StoreError(
-                f"{self.path} cannot be written ({error.strerror})", _TARGET
-            ) from error
+            self._replacing.__exit__(OSError, error, error.__traceback__)
+            problem = f"{self.path} cannot be written ({error.strerror})"
+            raise StoreError(problem, _TARGET) from error
 
 
 class ArchiveReader(Closing):

@@ -112,7 +112,7 @@ def remove_left(path: Path) -> None:
             path.unlink()
 
 
-def open_beside(path: Path, mode: int = 0o666) -> tuple[Path, BinaryIO]:
+def _open_beside(path: Path, mode: int) -> tuple[Path, BinaryIO]:
     """Open a new file that will replace another one; remove those of writers that were killed.
 
     Raises:
@@ -132,13 +132,13 @@ def open_beside(path: Path, mode: int = 0o666) -> tuple[Path, BinaryIO]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Write a file that appears whole or not at all, in place of an old one.
 
     Raises:
         OSError: It cannot be written; the old one, if there was one, is still there.
     """
-    temporary, file = open_beside(path)
+    temporary, file = _open_beside(path, mode)
     try:
         with file:
             yield file

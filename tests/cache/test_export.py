@@ -78,11 +78,12 @@ def test_what_killed_exports_left_goes_with_the_next(tmp_path: Path) -> None:
         path.write_bytes(b"of a prompt")
     kv = make_kv()
     published(kv, P)
-    with ArchiveWriter(tmp_path / "warm.kv", Envelope()) as live:
-        for path in (left, other, live._partly):
+    with ArchiveWriter(tmp_path / "warm.kv", Envelope()):
+        (live,) = {*tmp_path.glob(".warm.kv.*")} - {left, young}
+        for path in (left, other, live):
             os.utime(path, (1e9, 1e9))
         kv.export(tmp_path / "warm.kv")
-        assert set(tmp_path.glob(".*")) == {young, other, live._partly}
+        assert set(tmp_path.glob(".*")) == {young, other, live}
     assert make_kv().load(tmp_path / "warm.kv").frames == 0, "the last one that ended"
 
 
