@@ -239,7 +239,7 @@ class Learner(Protocol):
         """Return the learned model; empty if there is none."""
 
     def load_model(self, saved: bytes) -> None:
-        """Start from a saved model, as a weak prior that observations soon outweigh."""
+        """Start from a saved model that is not empty: a weak prior that observations outweigh."""
 
 
 def counts_pins(policy: Policy) -> bool:

@@ -380,9 +380,10 @@ class PolicyStory(RuleBasedStateMachine):
         saved, same = (cast("Learner", x).save_model() for x in (self.raw, self.twin))
         require(saved == same, "equal stories must give equal answers")
         self.make_copies()
-        self.calls.append("policy.load_model(saved)")
-        for copy in (self.raw, self.twin, self.quiet):
-            cast("Learner", copy).load_model(saved)
+        if saved:
+            self.calls.append("policy.load_model(saved)")
+            for copy in (self.raw, self.twin, self.quiet):
+                cast("Learner", copy).load_model(saved)
         self.insert(0, 3, first, True, 0, (1, 0, 0))
 
     # --- decisions ------------------------------------------------------------------------------

@@ -423,8 +423,9 @@ class Names:
         names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
         whose = "decoder_" if self.encoder else ""
         self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)
-        takes = "cache" in self.parameters or any(one.kind is one.VAR_KEYWORD for one in signature)
-        self.cache = "cache" if RENAMED and takes else _PAST
+        takes = RENAMED and any(one.kind is one.VAR_KEYWORD for one in signature)
+        renamed = _PAST not in self.parameters and (takes or "cache" in self.parameters)
+        self.cache = "cache" if renamed else _PAST
 
     def own(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by the model's own names, where some have a former name."""
