@@ -139,12 +139,10 @@ class _Generation:
             if not isinstance(least, int):
                 raise errors.ConfigError(f"min_tokens={least!r}", "Use a whole number")
             config.min_new_tokens = least
-        if config.stop_strings == []:  # as clients send it
-            config.stop_strings = None
+        config.stop_strings = None if config.stop_strings == [] else config.stop_strings
         if isinstance(bias := config.sequence_bias, dict):  # clients send whole numbers
-            if (last := max(map(max, bias), default=0)) >= text.vocab_size:
-                remedy = f"Use tokens below {text.vocab_size}"
-                raise errors.ConfigError(f"logit_bias has token {last}", remedy)
+            if (last := max(map(max, bias), default=0)) >= (most := text.vocab_size):
+                raise errors.ConfigError(f"logit_bias has token {last}", f"Use tokens below {most}")
             config.sequence_bias = {tokens: float(value) for tokens, value in bias.items()} or None
         if isinstance(seed, int):
             seed %= 1 << 64  # as torch does
