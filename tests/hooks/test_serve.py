@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig
 from transformers.utils.import_utils import is_serve_available
 
 import flowkv
@@ -361,6 +361,7 @@ def test_routes_that_mix_tenants_are_refused(servers: tuple[Server, Server], pat
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "TextEncodeInput"),
         ('{"messages": [{"role": "user", "content": "x"}], "seed": "x"}', "ValueError"),
         ('{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"1": "y"}}', "'y'"),
+        ('{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"256": 1}}', "below 256"),
         ('{"messages": [{"role": "user", "content": "x"}], "model": "y"}', "pinned"),
         ('{"messages": [{"role": "user", "content": "x"}], "odd": 1}', "'odd'"),
     ],
@@ -417,6 +418,33 @@ def test_a_stream_of_what_generate_refuses_does_not_begin(servers: tuple[Server,
 
 def test_a_bias_may_be_whole(servers: tuple[Server, Server]) -> None:
     assert content(servers[0].chat(turn("x"), logit_bias={str(ord("z")): 100})) == "z" * 12
+
+
+def test_empty_options_are_none(servers: tuple[Server, Server]) -> None:
+    ours, plain = servers
+    wanted = content(plain.chat(turn("x")))
+    assert content(ours.chat(turn("x"), logit_bias={}, stop=[])) == wanted
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_type": "default"}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2048),
+    ],
+)
+def test_scaled_positions_are_positions(rope: dict[str, Any], most: int) -> None:
+    named = {"rope_parameters": {"rope_theta": 1e4, **rope}}
+    assert serve._positions(LlamaConfig(max_position_embeddings=1024, **named)) == most
+
+
+def test_a_stream_begins_whatever_generate_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve._CALL.set(call := serve.HttpCall())
+    monkeypatch.setattr(serve._Generation, "_generate", lambda *_, **__: None)
+    serve._Generation((None, threading.Lock(), CacheControl), None).generate()
+    assert call.begun.done()
 
 
 def test_the_served_model_is_listed(servers: tuple[Server, Server]) -> None:
@@ -520,6 +548,7 @@ def through(app: Any) -> list[Any]:
         (errors.ConfigError("odd", "Mend"), 400),
         (errors.UnsupportedModelError("odd", "Mend"), 400),
         (KeyError("role"), 400),
+        (ValueError("half \ud800"), 400),
         (RuntimeError("device lost"), 500),
     ],
 )

@@ -122,6 +122,8 @@ class _Generation:
         except BaseException as error:
             self._call.begin(error)
             raise
+        finally:
+            self._call.begin()  # a stream waits for it, whatever `generate` calls
 
     def _generate(self, streamer: Any = None, **given: Any) -> torch.Tensor:
         call, (engine, _, read) = self._call, self._parts
@@ -130,15 +132,18 @@ class _Generation:
         limit, text = config.max_new_tokens, self._model.config.get_text_config(decoder=True)
         if limit is not None and limit < 1:
             raise errors.ConfigError(f"max_tokens={limit}", "Use a whole number, at least 1")
-        room = (getattr(text, "max_position_embeddings", None) or 0) - ids.shape[1]
+        room = _positions(text) - ids.shape[1]
         if limit and room > 0:
             config.max_new_tokens = limit = min(limit, room)
         if least := limit if call.body.get("ignore_eos") else call.body.get("min_tokens"):
             if not isinstance(least, int):
                 raise errors.ConfigError(f"min_tokens={least!r}", "Use a whole number")
             config.min_new_tokens = least
+        config.stop_strings = None if config.stop_strings == [] else config.stop_strings
         if isinstance(bias := config.sequence_bias, dict):  # clients send whole numbers
-            config.sequence_bias = {tokens: float(value) for tokens, value in bias.items()}
+            if (last := max(map(max, bias), default=0)) >= (most := text.vocab_size):
+                raise errors.ConfigError(f"logit_bias has token {last}", f"Use tokens below {most}")
+            config.sequence_bias = {tokens: float(value) for tokens, value in bias.items()} or None
         if isinstance(seed, int):
             seed %= 1 << 64  # as torch does
         call.hints = read(call.body, options["tokenizer"], ids[0].tolist())
@@ -184,6 +189,17 @@ class _Generation:
                 return self._model.generate(**given, **options)
             finally:  # an error would hold the cache; one that became native has no pages
                 getattr(cache, "close", int)()
+
+
+def _positions(text: Any) -> int:
+    """Return the number of positions that a model encodes, scaled ones too; 0 without a bound."""
+    most = getattr(text, "max_position_embeddings", None) or 0
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):
+        if isinstance(part, dict) and part.get("rope_type") in ("yarn", "dynamic"):
+            trained = part.get("original_max_position_embeddings") or most
+            most = max(most, int(trained * (part.get("factor") or 1)))
+    return int(most)
 
 
 class _Manager(utils.GenerateManager):
@@ -252,10 +268,11 @@ class _Middleware:
 
 def _error(status: int, message: str) -> Any:
     """Return an answer that tells of an error, as OpenAI's servers do."""
-    from starlette.responses import JSONResponse
+    from starlette.responses import Response
 
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind}}, status)
+    body = json.dumps({"error": {"message": message, "type": kind}})  # ASCII: halves of pairs, too
+    return Response(body, status, media_type="application/json")
 
 
 def _explained(error: Exception, unread: bool) -> tuple[int, str]:
