@@ -29,8 +29,8 @@ class Finding(msgspec.Struct, frozen=True):
         target: The bound.
         sense: Which side of the bound is good.
         measured: The figure; None if it was not taken.
-        source: "simulated" (counted in a replay, or on a virtual clock), "emulated" (devices that
-            sleep) or "measured" (time on this machine).
+        source: "simulated" (counted in a replay, or on a virtual clock) or "measured" (time on this
+            machine).
         note: Why it was not taken, or what it is made of.
     """
 
@@ -40,7 +40,7 @@ class Finding(msgspec.Struct, frozen=True):
     target: float
     sense: Literal["at least", "at most"]
     measured: float | None
-    source: Literal["simulated", "emulated", "measured"] = "simulated"
+    source: Literal["simulated", "measured"] = "simulated"
     note: str = ""
 
     @property

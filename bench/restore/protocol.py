@@ -57,7 +57,7 @@ def paper_cells(full: bool) -> list[Cell]:
         cells += _cells("busy", models, gpus, GRID_GBPS, compute_share=share)
     cells += _cells("busy", models, gpus, CAKE_GBPS[2:3], compute_share=BUSY[0])
     cells += _cells("links", models, gpus, CAKE_GBPS)
-    cells += _cells("pcie", models, gpus, (PCIE_GBPS,), link="pcie")
+    cells += _cells("pcie", models, gpus, (PCIE_GBPS,))
     cells += _batches(models, gpus, draws=4 if full else 2)
     for stages in (1, *STAGES):
         cells += _cells("stages", GRID_MODELS, GRID_GPUS, GRID_GBPS, suffix=0, stages=stages)
@@ -161,7 +161,6 @@ def _row(cell: Cell, name: str, done: Outcome) -> Row:
         lengths=cell.lengths,
         stages=cell.stages,
         codec="/".join(cell.codecs),
-        link=cell.link,
         makespan_s=max(done.ttft_s),
         makespan_bound_s=least.makespan_s,
         bound_computed=least.computed,

@@ -17,12 +17,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         gpu: What computes.
         tokens: Of the prefix; of a batch, their median.
         suffix: New tokens behind it.
-        gbps: Of the link, 1e9 bits per second; 0 where it is not throttled.
+        gbps: Of the link, 1e9 bits per second.
         compute_share: Share of the computing that restores get; others use the rest.
         lengths: Tokens of each prefix of a batch; () for one request of `tokens`.
         stages: Devices that hold a part of the layers each.
         codecs: In which the prefix lies there, most precise first.
-        link: "limited" or "pcie".
     """
 
     part: str
@@ -35,7 +34,6 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[int, ...] = ()
     stages: int = 1
     codecs: tuple[str, ...] = ("raw",)
-    link: str = "limited"
 
     @property
     def batch(self) -> int:
@@ -100,7 +98,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         lengths: See `Cell`.
         stages: See `Cell`.
         codec: The codecs of the stored prefix, with slashes.
-        link: See `Cell`.
         makespan_s: Until the last first token of the batch.
         makespan_bound_s: Lower bound of that.
         bound_computed: Share of the prefix that is computed where that is reached.
@@ -127,7 +124,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[int, ...] = ()
     stages: int = 1
     codec: str = "raw"
-    link: str = "limited"
     makespan_s: float = 0.0
     makespan_bound_s: float = 0.0
     bound_computed: float = 0.0
@@ -150,4 +146,4 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def cell(self) -> tuple[object, ...]:
         """What rows have in common that are to be compared."""
         what = (self.part, self.model, self.gpu, self.tokens, self.suffix, self.gbps)
-        return (*what, self.compute_share, self.lengths, self.stages, self.codec, self.link)
+        return (*what, self.compute_share, self.lengths, self.stages, self.codec)

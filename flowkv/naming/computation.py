@@ -957,7 +957,7 @@ class Walk:
         self._watch_mapping(native := _native())
         for nodes in native.values():
             self._watch_all(tuple, nodes)
-        impls = [override.split("/") for override in torch.library._impls]
+        impls = [override.split("/") for override in [*torch.library._impls]]
         used = [(f"aten::{name}", k) for lib, name, k in impls if lib == "aten" and k in kinds]
         if used:
             self._watch(lambda: [sys.intern(repr(_KERNEL(*one))) for one in used])

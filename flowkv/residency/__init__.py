@@ -548,7 +548,7 @@ class Ledger:
         if request < 0:
             request = self._unnamed = self._unnamed + 1
         terms = self._terms_of(meta, namespace)
-        chain, sources, hits = self._follow(now, request, namespace, ids, meta)
+        chain, sources, hits = self._follow(now, request, namespace, ids, meta, terms.tenant)
         n = self._land(now, 0, chain, terms)
         for shelf in self._shelves:
             shelf.policy.complete(now, request, stop=stop, output_tokens=output_tokens)
@@ -576,7 +576,7 @@ class Ledger:
             raise StateError(f"request {request} is under way", "Number requests from 0 upwards")
         now = self._advance(now_ns)
         terms = self._terms_of(meta, namespace)
-        row, sources, hits = self._follow(now, request, namespace, ids, meta)
+        row, sources, hits = self._follow(now, request, namespace, ids, meta, terms.tenant)
         self._live[request] = chain = row.copy()
         self._pin(chain)
         free_bytes = self._shelves[0].capacity - int(self._state[at.PINNED])
@@ -674,7 +674,7 @@ class Ledger:
         return Terms(meta.n_bytes or self.block_bytes, meta.cost_ns, meta.lease, tenant)
 
     def _follow(
-        self, now: int, request: int, namespace: int, ids: Ids, meta: Meta
+        self, now: int, request: int, namespace: int, ids: Ids, meta: Meta, tenant: int
     ) -> tuple[Slots, NDArray[np.int8], int]:
         """Number a request's blocks, and report it to all policies.
 
@@ -691,7 +691,6 @@ class Ledger:
         chain, sources = self._rows[0, :n], self._sources[:n]
         where = self._spaces[namespace], meta.chained
         hits = int(at.follow(*self._index, ids, where, chain, sources))
-        tenant = self._terms_of(meta, namespace).tenant
         visit = Visit(request, meta.session, meta.tokens, n, tenant)
         for shelf in self._shelves:
             shelf.policy.access(now, chain, visit)

@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -98,8 +98,31 @@ def _opened(file: BinaryIO) -> BinaryIO:
     if head != ZSTD:
         return cast("BinaryIO", gzip.GzipFile(fileobj=file)) if head[:2] == GZIP else file
     window = min(1 << 27, max(1 << 23, MOST_A_BYTE * os.fstat(file.fileno()).st_size))
-    stream = zstandard.ZstdDecompressor(max_window_size=window).stream_reader(file)
-    return cast("BinaryIO", io.BufferedReader(stream, 1 << 20))
+    return cast("BinaryIO", io.BufferedReader(_Frames(file, window), 1 << 20))
+
+
+class _Frames(io.RawIOBase):
+    """Reads the unpacked bytes of all frames of a file; a frame that is cut is an `EOFError`."""
+
+    def __init__(self, file: BinaryIO, window: int) -> None:
+        self._file, self._unpacked = file, memoryview(b"")
+        self._begin = zstandard.ZstdDecompressor(max_window_size=window).decompressobj
+        self._frame = self._begin()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        # 1 KiB unpacks to 32 MiB at most.
+        while not self._unpacked and (part := self._frame.unused_data or self._file.read(1 << 10)):
+            if self._frame.eof:
+                self._frame = self._begin()
+            self._unpacked = memoryview(self._frame.decompress(part))
+        if not (self._unpacked or self._frame.eof):
+            raise EOFError("its last frame is cut")
+        count = min(len(room), len(self._unpacked))
+        room[:count], self._unpacked = self._unpacked[:count], self._unpacked[count:]
+        return count
 
 
 # Traces as Mooncake publishes them: JSON lines of block ids, here with session and stop as well.

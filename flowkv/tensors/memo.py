@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import xxhash
 
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
@@ -804,7 +805,7 @@ def _state(*inputs: Any) -> Any:
         return None
     counts = [version_of(x) if isinstance(x, torch.Tensor) else -1 for x in leaves]
     other = [bytes_by_row(x, rows=False)[0] for x, n in zip(leaves, counts, strict=True) if n < 0]
-    return forms, counts, [hashlib.sha256(whole).digest() for whole in other]
+    return forms, counts, [*map(xxhash.xxh3_128_digest, other)]
 
 
 def _classes(form: Any) -> bool:

@@ -437,8 +437,8 @@ class PolicyStory(RuleBasedStateMachine):
         victims = self.agreed(got, same)
         require(victims == quiet.tolist(), "a call without effect had one")
         require(len(victims) <= n, f"displace({n}) gave {len(victims)} victims")
-        first = max([worth.get(victim, -math.inf) for victim in victims[:1]], default=-math.inf)
-        require(first < rate or rate == math.inf, "a block was displaced for a rate below its own")
+        low = all(worth.get(victim, -math.inf) < rate for victim in victims[:1])
+        require(low or rate == math.inf, "a block was displaced for a rate below its own")
         self.check_victims(victims, free, {})
 
     @rule(dt=steps_ns)

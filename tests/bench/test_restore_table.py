@@ -54,7 +54,7 @@ def test_nothing_to_compare_bytes_with() -> None:
     [
         *({"part": "busy"}, {"model": "n"}, {"gpu": "h"}, {"tokens": 1}),
         *({"suffix": 1}, {"gbps": 1.0}, {"compute_share": 0.5}, {"lengths": (1, 2)}),
-        *({"stages": 2}, {"codec": "kv8"}, {"link": "disk"}),
+        *({"stages": 2}, {"codec": "kv8"}),
     ],
     ids=str,
 )

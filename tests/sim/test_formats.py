@@ -129,6 +129,19 @@ def test_sessions_start_at_random(tmp_path):
         read_sessions(path, span_s=0.0)
 
 
+def test_a_packed_trace_is_read_to_the_end_of_its_last_frame(tmp_path):
+    path, pack = tmp_path / "t.jsonl.zst", zstandard.ZstdCompressor(level=1).compress
+    lines = [json.dumps({"timestamp": i, "hash_ids": [i, -i]}).encode() for i in range(3000)]
+    frames = [pack(b"\n".join(part) + b"\n") for part in (lines[:1000], [], lines[1000:])]
+    whole = b"".join(frames)
+    path.write_bytes(whole)
+    assert len(read_trace(path).times_ns) == 3000
+    for length in (len(frames[0]) + 7, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match="is damaged: its last frame is cut"):
+            read_trace(path)
+
+
 def weka(session, start=0.0, absolute=False):
     """A session as kv-cache-tester and AgentX write it: ids one by one, helpers with a type."""
     turns = []

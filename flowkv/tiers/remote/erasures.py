@@ -63,7 +63,7 @@ class RemoteErasures:
         self._seen = set[bytes]()
         self._mine: dict[bytes, tuple[Erased, int]] = {}
         self._again: list[tuple[int, Erased]] = []
-        self.alone = False
+        self.alone = self._unread = False
 
     def mark_seen(self) -> None:
         """Take the present entries as known; if the engine fails, all of them are news later."""
@@ -155,16 +155,17 @@ class RemoteErasures:
         lacking = mine.keys() - there.keys() - made_room
         entries = [*there.values(), *(mine[lot] for lot in mine if lot in lacking)][-MOST_ENTRIES:]
         if told is None:
+            self._unread = True  # also if another node writes it first
             self._swap(data, entries)
         fresh = [entry for lot, entry in there.items() if lot not in old]
         # If none of the known entries of others is left, or one before the first of a full object
         # may be unknown, an unknown number went with them.
         theirs = seen - mine.keys()
         gone = bool(theirs) and not theirs & there.keys()
-        lost = told is None or gone or (full and next(iter(there)) not in old)
+        lost = self._unread or gone or (full and next(iter(there)) not in old)
         with self._lock:
             self._heard += [ALL] if lost else fresh
-            self._seen = {*there} | (seen & mine.keys())
+            self._seen, self._unread = {*there} | (seen & mine.keys()), False
         if lacking and told is not None:  # after the news, which a failed write must not hide
             self._swap(data, entries)
 

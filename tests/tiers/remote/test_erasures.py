@@ -253,6 +253,26 @@ def test_a_node_that_cannot_write_still_has_news() -> None:
     assert a.news().keys == {KEYS[1][:8]}
 
 
+def test_damage_that_another_node_repairs_first_is_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FaultyBackend()
+    a, b, c = log(engine), log(engine), log(engine)
+    told(b, KEYS[0])
+    engine.objects["erased"] = engine.objects["erased"][:-1] + b"\0"
+    get = engine.get
+
+    def overtaken(*request: Any) -> Any:
+        found = get(*request)
+        monkeypatch.setattr(engine, "get", get)
+        c.look()
+        return found
+
+    monkeypatch.setattr(engine, "get", overtaken)
+    a.look()
+    assert a.news().everything
+    a.look()
+    assert not a.changed()
+
+
 @pytest.mark.parametrize("harm", ["damaged", "gone", "overtaken", "empty", "long"])
 def test_whatever_is_odd_is_taken_as_everything(harm: str) -> None:
     engine = FaultyBackend()
