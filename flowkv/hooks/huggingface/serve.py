@@ -267,7 +267,7 @@ class _Middleware:
 
 
 def _error(status: int, message: str) -> Any:
-    """Return an answer that tells of an error, as OpenAI's servers do."""
+    """Return an error as an answer, in the form of OpenAI's servers."""
     from starlette.responses import Response
 
     kind = "invalid_request_error" if status < 500 else "server_error"
