@@ -113,8 +113,8 @@ class _Frames(io.RawIOBase):
         return True
 
     def readinto(self, room: Any) -> int:
-        # 1 KiB unpacks to 32 MiB at most.
-        while not self._unpacked and (part := self._frame.unused_data or self._file.read(1 << 10)):
+        # 256 bytes unpack to 8 MiB at most.
+        while not self._unpacked and (part := self._frame.unused_data or self._file.read(1 << 8)):
             if self._frame.eof:
                 self._frame = self._begin()
             self._unpacked = memoryview(self._frame.decompress(part))
