@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
 from time import thread_time
 
 from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
@@ -62,6 +63,7 @@ def policies(cell: Cell) -> Sequence[str]:
     return [OURS] if cell.part == STAGED else list(RESTORE_POLICIES)
 
 
+@cache  # for all policies of a cell
 def bounds(cell: Cell) -> Bounds:
     """Return the lower bounds of a cell."""
     if cell.part == STAGED:

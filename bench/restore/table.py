@@ -11,8 +11,8 @@ import numpy as np
 from bench.restore.row import Row
 
 SUMMARY = ["policy", "x bound", "90 %", "worst", "fastest", "of load", "computed", "GPU", "link"]
-"""Median ratio to the bound, of nine in ten cells, at worst; in how many cells nobody is faster;
-bytes over those of loading everything; share that is computed; how busy both engines are."""
+"""Median ratio to the bound, of nine in ten cells, at worst; cells in which no policy is faster;
+bytes over those of loading everything; share that is computed; use of GPU and link."""
 
 Cells = list[dict[str, Row]]
 """Rows by policy, cell by cell."""
@@ -87,7 +87,7 @@ def known_median(values: Iterable[float | None]) -> float | None:
 
 
 def summary_cells(summary: Summary) -> list[str]:
-    """A line under `SUMMARY`."""
+    """Return a line under `SUMMARY`."""
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{value:.0%}"

@@ -221,11 +221,11 @@ def _same(runs: Sequence[Outcome], reference: Sequence[Outcome]) -> float | None
 
 
 COLUMNS = ["", "clients", "tokens/s", "TTFT ms p50 / 95 / 99", "TPOT ms p50 / 99", "KV"]
-"""Of the table of a part; the last is the share of pages that anybody holds."""
+"""Columns of the table of a part; the last is the share of pages in use."""
 
 
 def cells(row: Row) -> list[str]:
-    """A line under `COLUMNS`."""
+    """Return a line under `COLUMNS`."""
     used = "-" if row.kv_utilisation is None else f"{row.kv_utilisation:.0%}"
     ttft = " / ".join(map(_ms, (row.ttft_p50_s, row.ttft_p95_s, row.ttft_p99_s)))
     tpot = " / ".join(map(_ms, (row.tpot_p50_s, row.tpot_p99_s)))
@@ -237,7 +237,7 @@ def _ms(seconds: float) -> str:
 
 
 def situation(row: Row) -> str:
-    """What tells a row from others of its part."""
+    """Return the words in which a row differs from others of its part."""
     if row.part in ("concurrency", "prefix"):
         words = [row.baseline or "engine"]
     else:
