@@ -94,6 +94,12 @@ def test_few_verify(shape: tuple) -> None:
     run(shape, [130, 9, 65], [3, 0, 2])
 
 
+@pytest.mark.parametrize("new", [1, 40])
+def test_few_or_many_far_pages(new: int) -> None:
+    """Places in the pool of a large GPU need more than 32 bits."""
+    attend(Scene(layout_of(2, 64, page_size=16), [150, 90], [1, new], far=True), 2)
+
+
 @pytest.mark.parametrize("shares", [1, 2, 5, 64])
 @pytest.mark.parametrize("window", [None, 40])
 def test_few_shares(shares: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

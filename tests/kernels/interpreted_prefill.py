@@ -110,7 +110,8 @@ def test_sealed_bytes_in_small_pages(dim: int, page: int) -> None:
 
 
 def test_sealed_wide_heads_and_pages() -> None:
-    scene = Scene(layout_of(1, 256, 256, 128, "float16"), [300], [40], sealed=CODECS)
+    layout = layout_of(1, 256, 256, 128, "float16")
+    scene = Scene(layout, [300], [40], sealed=CODECS, far=True)
     attend(scene, scene.queries(1), Scoring(scale=0.05), 3e-3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,8 @@ from tests.inside import GRANULE_BYTES, PageLayout, decoded, page_id, page_layou
 
 POISON = 0xFF
 """A byte that, repeated, is NaN in every floating dtype."""
+FAR_BYTES = 40 << 30
+"""Bytes, and values of four bytes, beyond those that 32 bits count."""
 
 
 def int32(values: object) -> torch.Tensor:
@@ -47,9 +50,15 @@ def layout_like(raw: PageLayout, codec: str) -> PageLayout:
     return layout_of(*dims, raw.page_size, raw.dtype, raw.layers, codec)
 
 
-def poisoned_arena(layout: PageLayout, pages: int) -> torch.Tensor:
-    """Room for `pages` pages, and one granule at each end that no kernel may touch."""
-    n_bytes = (pages * layout.granules + 2) * GRANULE_BYTES
+def poisoned_arena(layout: PageLayout, pages: int, *, apart: int = 1) -> torch.Tensor:
+    """Room for `pages` pages, and one granule at each end that no kernel may touch.
+
+    Every page but the first lies `apart` pages behind another; beyond 1, the arena is zeros.
+    """
+    n_bytes = (pages * layout.granules * apart + 2) * GRANULE_BYTES
+    if apart > 1:
+        with tempfile.NamedTemporaryFile() as file:  # takes only the pages that are written
+            return torch.from_file(file.name, shared=True, size=n_bytes, dtype=torch.uint8)
     return torch.full((n_bytes,), POISON, dtype=torch.uint8)
 
 
@@ -63,6 +72,7 @@ class Scene:
         window: What the rows were planned for: pages behind it are absent and poisoned.
         sealed: Codecs that full pages of the past may have; each page has one of these, or is raw.
             `k` and `v` are then what they decode to.
+        far: Whether pages are spread over `FAR_BYTES`, as in the pool of a large GPU.
         causal: Whether queries stand among the tokens; if not, the last pages may be sealed too.
     """
 
@@ -74,6 +84,7 @@ class Scene:
     layer: int = 1
     backend: str | None = "reference"
     sealed: tuple[str, ...] = ()
+    far: bool = False
     causal: bool = True
     k: list[torch.Tensor] = field(init=False)
     v: list[torch.Tensor] = field(init=False)
@@ -95,13 +106,15 @@ class Scene:
         counts = [-(-n // size) for n in self.lengths]
         width = max(counts, default=0) + 1  # a column more than any row needs
         room = sum(counts) * (2 if self.sealed else 1)
-        every = 1 + layout.granules * torch.randperm(room, generator=rng).int()
+        size_bytes = max(1, room * layout.granules * GRANULE_BYTES)
+        apart = -(-FAR_BYTES // size_bytes) if self.far else 1
+        every = 1 + apart * layout.granules * torch.randperm(room, generator=rng).int()
         places, spare = every[: sum(counts)], every[sum(counts) :].tolist()
         table = torch.full((len(self.lengths) + 1, width), -1, dtype=torch.int32)
         rows = torch.randperm(len(self.lengths) + 1, generator=rng)[: len(self.lengths)].int()
         for row, own in zip(rows.tolist(), places.split(counts), strict=True):
             table[row, : len(own)] = own
-        self.pages = Pages(poisoned_arena(layout, room), layout, self.layer)
+        self.pages = Pages(poisoned_arena(layout, room, apart=apart), layout, self.layer)
         self.batch = self._ragged(table, rows, self.lengths)
         if sum(self.lengths):
             v = None if layout.latent else torch.cat(self.v)

@@ -44,7 +44,8 @@ def scenes(draw: st.DrawFn, most_new: int = 8, dtypes: list[str] | None = None) 
     )
     lengths = [max(1, n + draw(past)) for n in new]
     window = draw(st.sampled_from([None, None, 1, 5, size, size + 3, 100]))
-    return Scene(layout, lengths, new, window, seed=draw(st.integers(0, 99)))
+    seed, far = draw(st.integers(0, 99)), draw(st.sampled_from([False, False, False, True]))
+    return Scene(layout, lengths, new, window, seed=seed, far=far)
 
 
 class Switches(NamedTuple):
