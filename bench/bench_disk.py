@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import random
 import shutil
 import sys
@@ -119,9 +120,9 @@ class Bench:
 
     def __init__(self, directory: Path, size: int, n_bytes: int) -> None:
         self.directory, self.size, self.count = directory, size, n_bytes // size
-        noise = memoryview(np.random.default_rng(0).bytes(min(n_bytes, 256 << 20)))
-        places = [n * size % len(noise) for n in range(self.count)]
-        self.bodies = [noise[at : at + size] for at in places]
+        self.noise = memoryview(np.random.default_rng(0).bytes(min(n_bytes, 256 << 20)))
+        places = [n * size % len(self.noise) for n in range(self.count)]
+        self.bodies = [self.noise[at : at + size] for at in places]
         self.keys = [hashlib.sha256(b"%d" % n).digest() for n in range(self.count)]
         self.arena = Arena(self.count * size + (64 << 20))
         slot = self.arena.acquire(self.count * size)
@@ -191,8 +192,10 @@ def measure(
         theirs: dict[str, list[Sample]] = {"put": [], "get": []}
         for number in range(rounds):
             with tempfile.NamedTemporaryFile(dir=directory) as file:
-                file.truncate(n_bytes)
-                fio(file.name, WRITE, 1024 * KIB, 0.3, memory)  # no holes where it reads
+                for at in range(0, n_bytes, len(bench.noise)):  # holes are read without a device
+                    file.write(bench.noise[: n_bytes - at])
+                file.flush()
+                os.fsync(file.fileno())
                 theirs["put"].append(fio(file.name, WRITE, size, 0.4, memory))
                 theirs["get"].append(fio(file.name, READ, size, 0.4, memory))
             for name, way in bench.ways().items():
