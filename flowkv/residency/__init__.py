@@ -5,9 +5,9 @@ place: so a simulator, or an engine's plug-in, only passes it requests. Pure, as
 I/O, no clock, no randomness; equal calls give equal answers.
 
 The first place is the fastest. A used block is in the first place afterwards, if it fits, and its
-copies in slower places stay there. Victims of a place go to the next one, if that one's policy
-admits them, along with their ancestors that are missing there: so chains are whole in every place,
-as far as its policy is leaf-first.
+copies in slower places stay there. Victims of the first place go to the next one that lacks and
+admits them; those of a slower place likewise, unless the first place or one below has them. A place
+makes room before they come. These are the decisions of a cache with tiers (`flowkv.cache`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Place(NamedTuple):
     Attributes:
         policy: A fresh policy, used by this place alone.
         capacity_bytes: Capacity of the place.
-        lasts: Whether write admission chooses what comes to it from memory.
+        lasts: Whether the process may end before it. Computed blocks are written at once to the
+            first place that lasts; with write admission, the chosen ones when they leave memory.
     """
 
     policy: Policy
@@ -242,7 +243,7 @@ class Ledger:
         self._generations: list[int] = []
         self._next_space = 0
         self._unnamed = UNNAMED
-        self._live: dict[int, Slots] = {}
+        self._live: dict[int, tuple[Slots, Slots]] = {}
 
     def _grow(self, room: int) -> None:
         """Make room for slots below `room`: doubles, so that growing costs O(1) per slot."""
@@ -289,7 +290,8 @@ class Ledger:
     def _bring(self, now: int, k: int, slots: Slots, flying: bool = False) -> None:
         """Give known blocks, root to leaf, room in a place on their former terms."""
         size, kept = self._blocks["bytes"][slots], self._terms[slots]
-        cuts = np.flatnonzero((size[1:] != size[:-1]) | (kept[1:] != kept[:-1])) + 1
+        other = self._blocks["parent"][slots[1:]] != slots[:-1]  # a chain begins a call
+        cuts = np.flatnonzero((size[1:] != size[:-1]) | (kept[1:] != kept[:-1]) | other) + 1
         for first, last in zip([0, *cuts], [*cuts, len(slots)], strict=True):
             cost, lease, tenant = kept[first].item()
             terms = Terms(int(size[first]), cost, self._leases[lease], tenant)
@@ -327,77 +329,74 @@ class Ledger:
             self._give_up(now, k, victims)
 
     def _give_up(self, now: int, k: int, victims: Slots) -> None:
-        """Evict a policy's victims from a place, demoting the admitted ones to the next place.
+        """Evict a policy's victims from a place, demoting those that live caches demote.
 
         Raises:
             StateError: A victim is not in the place, or named twice: the policy is wrong.
         """
-        victims = as_slots(victims)
-        if not at.held(self._blocks, k, victims):
+        victims, blocks = as_slots(victims), self._blocks
+        if not at.held(blocks, k, victims):
             raise StateError(
                 f"policy {self._shelves[k].policy.name!r} gave up blocks that do not lie in place "
                 f"{k}, or one of them twice: {victims[:8].tolist()}",
                 "Check it with flowkv.testing.check_policy",
             )
-        if k + 1 < len(self._shelves):
-            self._lower(now, k + 1, victims)
-        at.leave(self._blocks, self._state, k, victims)
-        self._moves.append(Move(victims, k, -1))
-
-    def _lower(self, now: int, k: int, victims: Slots) -> None:
-        """Copy the admitted victims of the place above to place `k`, with missing ancestors."""
-        missing = victims[(self._blocks["here"][victims] >> k & 1) == 0]
-        shelf = self._shelves[k]
-        if len(missing):
-            admitted = np.asarray(shelf.policy.admit(now, missing))
-            if admitted.dtype != np.bool_ or admitted.shape != missing.shape:
+        at.leave(blocks, self._state, k, victims)
+        apart = np.uint8((1 | -2 << k) & 0xFF) if k else 0  # the first place, and all below this
+        left = victims[blocks["here"][victims] & apart == 0]
+        for shelf in self._shelves[k + 1 :]:
+            left = self._lacking(shelf, left)
+            if len(left) and shelf.lasts and self._admission and not self._shelves[k].lasts:
+                chosen = self._admission.depart(left)
+                self.declined += len(left) - int(np.count_nonzero(chosen))
+                left = left[chosen]
+            if not len(left):
+                break
+            admitted = np.asarray(shelf.policy.admit(now, left))
+            if admitted.dtype != np.bool_ or admitted.shape != left.shape:
                 raise StateError(
                     f"policy {shelf.policy.name!r} admitted {admitted.dtype} "
-                    f"{list(admitted.shape)} of {len(missing)} blocks",
+                    f"{list(admitted.shape)} of {len(left)} blocks",
                     "Answer admit() with one bool for each block",
                 )
-            missing = missing[admitted]
-        if self._admission is not None and shelf.lasts and not self._shelves[k - 1].lasts:
-            admitted = self._admission.depart(missing)
-            self.declined += len(missing) - int(np.count_nonzero(admitted))
-            missing = missing[admitted]
-        if not len(missing):
-            return
-        chain = np.empty(int(self._state[at.RESIDENT]), np.int64)
-        chain = chain[: at.lower(self._blocks, k, missing, chain)]
-        start = len(self._moves)
-        self._bring(now, k, chain)
-        self._relieve(now, k)
-        if self._state[shelf.used_at] > shelf.capacity:  # others' reserves and pins
-            self._shrink(k, chain[self._blocks["here"][chain] >> k & 1 == 1])
-        stays = self._blocks["here"][chain] >> k & 1 == 1
-        if len(self._moves) > start:
-            self._pass_by(start, k, chain)
-        if stays.any():
-            self._copied(chain[stays], k, 0)
+            self._store(now, k, shelf, left[admitted])
+            left = left[~admitted]
+        self._moves.append(Move(victims, k, -1))
 
-    def _copied(self, slots: Slots, target: int, absent: int) -> None:
-        """Record copies to `target`: from the place above, or from any place not in `absent`."""
-        here = self._blocks["here"][slots] & ~np.uint8(1 << target | absent)
-        for k in (target - 1, *range(len(self._shelves))):
-            there = here >> k & 1 == 1
-            if there.any():
-                self._moves.append(Move(slots[there], k, target))
-                here[there] = 0
+    def _lacking(self, shelf: Shelf, slots: Slots) -> Slots:
+        """Return the blocks that are not in a place."""
+        return slots[self._blocks["here"][slots] >> shelf.number & 1 == 0]
 
-    def _pass_by(self, start: int, k: int, slots: Slots) -> None:
-        """Cancel the moves of blocks that came to place `k` and left it again in this call.
+    def _write(self, now: int, slots: Slots) -> None:
+        """Write computed blocks to the first place that lasts, unless write admission chooses."""
+        if self._admission is None:
+            for shelf in [shelf for shelf in self._shelves[1:] if shelf.lasts][:1]:
+                self._store(now, 0, shelf, self._lacking(shelf, slots))
 
-        A later copy of such a block from place `k` is taken from another place.
-        """
-        moves = self._moves[start:]
-        del self._moves[start:]
-        for move in moves:
-            passed = np.isin(move.slots, slots) & (move.source == k)
-            if not passed.all():
-                self._moves.append(Move(move.slots[~passed], move.source, move.target))
-            if passed.any() and move.target >= 0:
-                self._copied(move.slots[passed], move.target, 1 << k)
+    def _store(self, now: int, k: int, shelf: Shelf, slots: Slots) -> None:
+        """Copy blocks from place `k` to a slower one, one by one if not all of them find room."""
+        sizes = self._blocks["bytes"][slots]
+        whole = not len(slots) or self._make_room(now, shelf, int(sizes.sum()))
+        for some, size in [(slots, 0)] if whole else zip(slots[:, None], sizes, strict=True):
+            if len(some) and (whole or self._make_room(now, shelf, int(size))):
+                chain = np.empty(len(some), np.int64)
+                at.chains(self._blocks, shelf.number, some, chain)
+                self._bring(now, shelf.number, chain)
+                self._moves.append(Move(some, k, shelf.number))
+
+    def _make_room(self, now: int, shelf: Shelf, need: int) -> bool:
+        """Evict from a place until so many bytes are free; return whether they are."""
+        state = self._state
+        while need <= shelf.capacity:
+            over = int(state[shelf.used_at]) + need - shelf.capacity
+            if over <= 0:
+                return True
+            n = -(-over // int(state[at.LARGEST]))
+            victims = shelf.victims(now, n, self._protected(shelf))
+            if not len(victims):
+                break
+            self._give_up(now, shelf.number, victims)
+        return False
 
     def _protected(self, shelf: Shelf) -> Slots:
         """Return the pinned blocks of a place, for a policy that does not track pins itself."""
@@ -550,6 +549,7 @@ class Ledger:
         terms = self._terms_of(meta, namespace)
         chain, sources, hits = self._follow(now, request, namespace, ids, meta, terms.tenant)
         n = self._land(now, 0, chain, terms)
+        self._write(now, chain[sources == at.NOWHERE])
         for shelf in self._shelves:
             shelf.policy.complete(now, request, stop=stop, output_tokens=output_tokens)
         declined = self._overflow(now, n)
@@ -577,15 +577,20 @@ class Ledger:
         now = self._advance(now_ns)
         terms = self._terms_of(meta, namespace)
         row, sources, hits = self._follow(now, request, namespace, ids, meta, terms.tenant)
-        self._live[request] = chain = row.copy()
+        chain = row.copy()
         self._pin(chain)
         free_bytes = self._shelves[0].capacity - int(self._state[at.PINNED])
-        kept = at.fitting(self._blocks, chain, 0, terms.n_bytes, free_bytes)
-        n = self._land(now, 0, chain[:kept], terms, flying=True)
-        declined = self._overflow(now, n)
-        if len(declined):
-            kept = int(np.flatnonzero(chain == declined[0])[0])
-        return Plan(hits, chain, sources, int(kept), self._flush())
+        kept = int(at.fitting(self._blocks, chain, 0, terms.n_bytes, free_bytes))
+        self._live[request] = chain, chain[:kept][sources[:kept] == at.NOWHERE]
+        for part in (chain[: min(hits, kept)], chain[hits:kept]):  # the loaded ones come first
+            new = self._blocks[self._lacking(self._shelves[0], part)]
+            need = np.where(new["here"] > 0, new["bytes"], terms.n_bytes).sum()
+            self._make_room(now, self._shelves[0], int(need))
+            declined = self._overflow(now, self._land(now, 0, part, terms, flying=True))
+            if len(declined):
+                kept = int(np.flatnonzero(chain == declined[0])[0])
+                break
+        return Plan(hits, chain, sources, kept, self._flush())
 
     def complete(
         self, now_ns: int, request: int, *, stop: int = 0, output_tokens: int = 0
@@ -597,10 +602,11 @@ class Ledger:
         """
         if request not in self._live:
             raise StateError(f"request {request} is not under way", "Begin it first")
-        now = self._advance(now_ns)
+        now, (chain, computed) = self._advance(now_ns), self._live.pop(request)
+        self._write(now, computed[self._blocks["here"][computed] & 1 == 1])
         for shelf in self._shelves:
             shelf.policy.complete(now, request, stop=stop, output_tokens=output_tokens)
-        self._unpin(now, self._live.pop(request), done=True)
+        self._unpin(now, chain, done=True)
         return self._flush()
 
     def abort(self, now_ns: int, request: int) -> Sequence[Move]:
@@ -609,7 +615,7 @@ class Ledger:
         for shelf in self._shelves:
             shelf.policy.abort(now, request)
         if request in self._live:
-            self._unpin(now, self._live.pop(request), done=False)
+            self._unpin(now, self._live.pop(request)[0], done=False)
         return self._flush()
 
     def tick(self, now_ns: int) -> Sequence[Move]:
@@ -689,11 +695,13 @@ class Ledger:
         if self._state[at.FRESH] + n > len(self._blocks):
             self._grow(int(self._state[at.FRESH]) + n)
         chain, sources = self._rows[0, :n], self._sources[:n]
-        where = self._spaces[namespace], meta.chained
+        where, births = (self._spaces[namespace], meta.chained), int(self._state[at.BIRTHS])
         hits = int(at.follow(*self._index, ids, where, chain, sources))
-        visit = Visit(request, meta.session, meta.tokens, n, tenant)
+        visit, known = Visit(request, meta.session, meta.tokens, n, tenant), chain
         for shelf in self._shelves:
-            shelf.policy.access(now, chain, visit)
+            shelf.policy.access(now, known, visit)
+            if shelf.number == 0 and not self._alone:  # slower places know what came before
+                known = chain[self._blocks["birth"][chain] <= births]
         if self._admission is not None:
             self._admission.access(chain)
         return chain, sources, hits

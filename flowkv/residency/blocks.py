@@ -423,28 +423,21 @@ def unpin(blocks: Array, state: Array, slots: Array, done: bool, out: Array) -> 
 
 
 @kernel
-def lower(blocks: Array, k: int, victims: Array, out: Array) -> int:
-    """List the ancestors missing in place `k` for these victims, and the victims, root to leaf.
-
-    Victims come leaf first. The list has the victims and those of their ancestors that can be read
-    anywhere and are not in `k`; of a chain with a gap only the part below the gap.
-    """
-    n = 0
+def chains(blocks: Array, k: int, slots: Array, out: Array) -> None:
+    """Write blocks that are not in place `k` as parts of chains, each behind what it continues."""
     bit = np.uint8(1 << k)
-    for i in range(len(victims) - 1, -1, -1):
-        s = np.int64(victims[i])
+    for s in slots:
+        blocks[s].stale |= bit  # a mark that no other block without a copy there has
+    n = 0
+    for s in slots:
         start = n
-        while s >= 0 and not blocks[s].here & bit and settled(blocks, s) and n < len(out):
+        while s >= 0 and blocks[s].stale & bit and not blocks[s].here & bit:
+            blocks[s].stale &= ~bit
             out[n] = s
             n += 1
             s = parent_of(blocks, s)
         for j in range((n - start) // 2):
             out[start + j], out[n - 1 - j] = out[n - 1 - j], out[start + j]
-        for j in range(start, n):
-            blocks[out[j]].here |= bit
-    for j in range(n):
-        blocks[out[j]].here &= ~bit
-    return n
 
 
 # From a request's ids to slots.

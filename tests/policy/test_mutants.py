@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flowkv.policy import LRU, Lease
-from flowkv.residency import Ledger, Move
+from flowkv.residency import Ledger
 from flowkv.testing import check_policy
 from flowkv.testing.stories import tell_machine
 from tests.inside import NO_VISIT, ByScore, StateError
@@ -444,15 +444,11 @@ class FindsOneMore(Ledger):
         return min(super().lookup(namespace, ids, chained=chained) + 1, len(ids))
 
 
-class LeavesAncestorsBehind(Ledger):
-    """Only the victims come down, not what they hang from."""
+class CopiesAgain(Ledger):
+    """What a place has already comes once more."""
 
-    def _lower(self, now, k, victims):
-        missing = victims[(self._blocks["here"][victims] >> k & 1) == 0][::-1].copy()
-        if len(missing):
-            self._bring(now, k, missing)
-            self._moves.append(Move(missing, k - 1, k))
-            self._relieve(now, k)
+    def _lacking(self, shelf, slots):
+        return slots
 
 
 class ThrowsAway(Ledger):

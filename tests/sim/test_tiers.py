@@ -9,22 +9,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowkv.policy import make_policy
-from flowkv.sim import generate, replay
+from flowkv.residency import Ledger
+from flowkv.sim import Trace, build_trace, generate, replay
+from flowkv.testing import MemoryTier
+from tests.cache.fakes import lasting
+from tests.cache.toy import PAGE, advance, make_kv, simple
 from tests.inside import (
     HARDWARE,
     MODELS,
     WRITE_RULES,
     ConfigError,
+    Hit,
+    ManualClock,
     OnePlace,
     PlaceStack,
     ReplayTier,
     Shape,
+    WriteAdmission,
     block_costs,
     first_tokens_s,
     tier_from,
+    wide,
 )
 from tests.inside import hardware_CODECS as CODECS
-from tests.sim.stories import run_through, told, traces
+from tests.sim.stories import chains, run_through, told, traces
+
+S, PAGE_BYTES = 10**9, 4096
+Found = list[list[int]]
+Content = list[set[int]]
 
 
 @settings(max_examples=15)
@@ -182,3 +194,123 @@ def test_an_unknown_rule_of_write_admission_is_refused_with_all_that_there_are()
     with pytest.raises(ConfigError, match="all, second-touch, auto"):
         told = {"tiers": ["disk:100%"], "admit": "thrice"}
         replay(generate("chat", requests=20, seed=2), "lru", size="5%", **told)
+
+
+# --- the live cache -------------------------------------------------------------------------------
+
+
+def talks(seed: int, requests: int) -> Trace:
+    """Nine conversations of two tenants that grow, branch and begin again."""
+    rng = np.random.default_rng(seed)
+    words: list[list[int]] = [[int(rng.integers(3))] for _ in range(9)]
+    times, asked, now = [], list[tuple[int, list[int]]](), 0
+    for _ in range(requests):
+        now += int(rng.exponential(5 * S)) + 1
+        n = int(rng.integers(9))
+        if rng.random() < 0.15:
+            words[n] = words[n][: int(rng.integers(1, len(words[n]) + 1))]
+        words[n] = words[n] + rng.integers(0, 3, int(rng.integers(0, 3))).tolist()
+        if len(words[n]) > 8:
+            words[n] = [int(rng.integers(3))]
+        times.append(now)
+        asked.append((n, words[n]))
+    letters = [x for n, word in asked for x in (word[0] + 1000 * (n % 2 + 1), *word[1:])]
+    lengths = [len(word) for _, word in asked]
+    return build_trace(
+        "talks", np.array(times), lengths, wide(letters), PAGE, sessions=[n for n, _ in asked],
+        tenants=[n % 2 for n, _ in asked], input_tokens=[n * PAGE + 1 for n in lengths],
+    )  # fmt: skip
+
+
+def live(
+    trace: Trace, policy: str, rooms: list[int], lasts: list[bool], admit: str
+) -> tuple[Found, Content]:
+    """Blocks that each request of a cache reads from each place, and the content at the end."""
+    clock, found, names = ManualClock(), Found(), dict[bytes, int]()
+    tiers = [
+        lasting(capacity_bytes=room * PAGE_BYTES, name=str(k))
+        if lasts[k]
+        else MemoryTier(room * PAGE_BYTES, name=str(k))
+        for k, room in enumerate(rooms)
+        if k
+    ]
+    kv = make_kv(
+        simple(), pages=rooms[0], policy=lambda: make_policy(policy), clock=clock, tiers=tiers,
+        prefetch="off", admit=admit,
+    )  # fmt: skip
+    store = kv.planner.store
+    assert store.pools["cpu"].capacity_granules == rooms[0]
+
+    def note(event: Hit) -> None:
+        found[-1][0 if event.tier == "device" else int(event.tier)] += event.tokens // PAGE
+
+    kv.bus.subscribe(note, Hit)
+    times = np.diff(trace.times_ns, prepend=trace.times_ns[0])
+    for r, (step_ns, chain) in enumerate(zip(times.tolist(), chains(trace), strict=True)):
+        clock.advance(ns=step_ns)
+        found.append([0] * len(rooms))
+        tokens = [*np.repeat(chain, PAGE).tolist(), 10**6]
+        who = {"session": int(trace.sessions[r]), "tenant": str(trace.tenants[r])}
+        with kv.open(tokens, **who) as seq:
+            names.update((seq.key(0, page), block) for page, block in enumerate(chain))
+            if part := tokens[seq.position : -1]:  # without the open page of the last token
+                advance(kv, [seq], [part])
+        with kv.lock:
+            while store.writes.drain():
+                pass
+    here = [{names[b.key] for b in store.index if b.page >= 0}]
+    here += [{names[b.key] for b in store.index if b.tiers >> k & 1} for k in range(len(tiers))]
+    kv.close()
+    return found, here
+
+
+class OneByOne(Ledger):
+    """Tiers pass on one page at a time; while no time passes, that decides between equals."""
+
+    def _give_up(self, now, k, victims):
+        for some in victims[:, None] if k else [victims]:
+            super()._give_up(now, k, some)
+
+
+def simulated(
+    trace: Trace, policy: str, rooms: list[int], lasts: list[bool], admit: str
+) -> tuple[Found, Content]:
+    """The same of the simulator."""
+    rule = None if admit == "all" else WriteAdmission(admit)
+    stack = PlaceStack(trace, [make_policy(policy) for _ in rooms], rooms, lasts, rule, held=True)
+    stack.ledger.__class__ = OneByOne
+    stack.replay()
+    known = stack.ledger._blocks[: trace.unique]
+    block_of = dict(
+        zip(wide(np.arange(trace.unique))[:, 0].tolist(), range(trace.unique), strict=True)
+    )
+    here = [
+        {block_of[lo] for lo in known["lo"][known["here"] >> k & 1 == 1].tolist()}
+        for k in range(len(rooms))
+    ]
+    return stack.found.tolist(), here
+
+
+@pytest.mark.parametrize(
+    ("policy", "lasts", "admit"),
+    [
+        ("arc", [], "all"),
+        ("lru", [False, True], "all"),
+        ("lfu-ttl", [False, True], "auto"),
+        ("hazard", [False], "all"),
+        *(
+            pytest.param(policy, lasts, admit, marks=pytest.mark.thorough)
+            for policy in ("lru", "lfu-ttl", "cost-aware", "hazard", "auto")
+            for lasts in ([False], [True], [False, True])
+            for admit in ("all", "auto", "second-touch")
+            if (admit == "all" or any(lasts))
+            and (len(lasts) < 2 or policy[:2] in ("lr", "lf", "co"))
+        ),
+    ],
+)
+def test_a_live_cache_reads_and_holds_what_the_simulator_says(policy, lasts, admit):
+    rooms, lasts = [12, *([16, 40] if len(lasts) > 1 else [20] * len(lasts))], [False, *lasts]
+    trace = talks(seed=len(policy), requests=120)
+    want = live(trace, policy, rooms, lasts, admit)
+    assert simulated(trace, policy, rooms, lasts, admit) == want
+    assert all(sum(column) > 5 for column in zip(*want[0], strict=True))
