@@ -14,7 +14,7 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -245,6 +245,10 @@ def _no_cache() -> None:
 
 BLENDED = "documents", "taken_tokens", "computed_tokens", "declined"
 """Counts of `stats()["blend"]`; documents and spans count alike."""
+
+
+class _NoCacheError(ConfigError, AttributeError):
+    """Error for a KV that is passed as the cache of one call."""
 
 
 class KV:
@@ -1411,11 +1415,11 @@ class KV:
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
             if name in ("is_compileable", "get_seq_length"):  # which models ask of their caches
                 remedy = "Pass past_key_values=kv.cache(**inputs), or leave it out"
-                raise ConfigError("a KV is no cache of one call", remedy)
-            raise AttributeError(f"{type(self).__name__!r} has no {name!r}", name=name, obj=self)
+                raise _NoCacheError("a KV is no cache of one call", remedy)
+            return object.__getattribute__(self, name)  # raises again what led here
 
     def cache(
         self,

@@ -62,7 +62,15 @@ def test_the_kv_itself_is_no_cache_of_one_call(model: Any) -> None:
         for call in (model, partial(model.generate, max_new_tokens=2)):
             with pytest.raises(ConfigError, match=r"past_key_values=kv\.cache\("):
                 call(**given, past_key_values=kv)
-        assert not hasattr(kv, "no_such_field") and open_rows(kv) == 0
+        for name in ("get_seq_length", "no_such_field"):
+            assert not hasattr(kv, name) and open_rows(kv) == 0
+
+
+def test_an_error_within_a_property_names_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = property(lambda kv: kv.no_such_field)
+    monkeypatch.setattr(flowkv.KV, "stats", broken)
+    with flowkv.KV() as kv, pytest.raises(AttributeError, match="no_such_field"):
+        _ = kv.stats
 
 
 class TestTheModel:

@@ -363,6 +363,7 @@ def test_routes_that_mix_tenants_are_refused(servers: tuple[Server, Server], pat
         ('{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"1": "y"}}', "'y'"),
         ('{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"256": 1}}', "below 256"),
         ('{"messages": [{"role": "user", "content": "x"}], "model": "y"}', "pinned"),
+        (f'{{"prompt": "x", "generation_config": "{"[" * 90_000}"}}', "recursion"),
         ('{"messages": [{"role": "user", "content": "x"}], "odd": 1}', "'odd'"),
     ],
 )
@@ -370,7 +371,8 @@ def test_odd_bodies_are_refused_with_the_cause(
     servers: tuple[Server, Server], body: str, cause: str
 ) -> None:
     link = http.client.HTTPConnection("localhost", servers[0].port, timeout=60)
-    link.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    link.request("POST", path, body, {"content-type": "application/json"})
     answer = link.getresponse()
     error = json.loads(answer.read())["error"]
     link.close()
@@ -414,6 +416,79 @@ def test_a_stream_of_what_generate_refuses_does_not_begin(servers: tuple[Server,
     body = {"messages": [turn("x")], "generation_config": beams, "stream": True}
     status, text = servers[0].send("POST", "/v1/chat/completions", body)
     assert (status, "streamer" in json.loads(text)["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"bad_words_ids": [[1, 256]]}, "bad_words_ids has token 256"),
+        ({"sequence_bias": [[[10**30], 1.0]]}, "logit_bias or sequence_bias has token 1000"),
+        ({"suppress_tokens": [256]}, "suppress_tokens has token 256"),
+        ({"begin_suppress_tokens": [-1]}, "begin_suppress_tokens has token -1"),
+        ({"eos_token_id": [3, 256]}, "eos_token_id has token 256"),
+        ({"pad_token_id": -2, "num_beams": 2}, "pad_token_id has token -2"),
+        ({"forced_bos_token_id": 256}, "forced_bos_token_id has token 256"),
+        ({"forced_eos_token_id": [256]}, "forced_eos_token_id has token 256"),
+        ({"sequence_bias": [[[1], 1e39]]}, "a bias of 1e+39"),
+        ({"temperature": 1e-40, "do_sample": True}, "temperature=1e-40"),
+        ({"num_beams": -2}, "-2 beams or sequences"),
+        ({"num_return_sequences": 10**9, "do_sample": True}, "1000000000 beams or sequences"),
+        ({"exponential_decay_length_penalty": [1, 2.0]}, "a length penalty without an end token"),
+    ],
+)
+def test_options_out_of_range_are_refused_before_the_first_token(
+    servers: tuple[Server, Server], options: dict[str, Any], told: str, stream: bool
+) -> None:
+    config = json.dumps({"max_new_tokens": 4, **options})
+    body = {"messages": [turn("x")], "generation_config": config, "stream": stream}
+    status, text = servers[0].send("POST", "/v1/chat/completions", body)
+    error = json.loads(text)["error"]
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith(told)
+
+
+def test_options_that_only_differ_from_tokens_are_served(servers: tuple[Server, Server]) -> None:
+    ours, plain = servers
+    options = {"eos_token_id": -1, "sequence_bias": [[[ord("z")], 100.0]], "max_new_tokens": 5}
+    config = json.dumps({**options, "bad_words_ids": [[1]], "suppress_tokens": [0, 255]})
+    answers = [content(each.chat(turn("x"), generation_config=config)) for each in (ours, plain)]
+    assert answers == ["z" * 12] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "x", "suffix": 3}),
+        ("completions", {"prompt": "x" * 5000}),
+        ("chat/completions", {"chat_template_kwargs": {"return_assistant_tokens_mask": True}}),
+    ],
+)
+def test_what_no_answer_can_have_is_refused_before_it(
+    servers: tuple[Server, Server], path: str, body: Any
+) -> None:
+    steps = servers[0].metric("engine_steps_total")
+    body = body if "prompt" in body else {"messages": [turn("x")], **body}
+    status, text = servers[0].send("POST", f"/v1/{path}", body)
+    assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
+    assert servers[0].metric("engine_steps_total") == steps
+
+
+def test_cached_tokens_are_those_of_one_prompt(servers: tuple[Server, Server]) -> None:
+    config = json.dumps({"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 3})
+    drawn = {"generation_config": config, "temperature": 0.9}
+    answers = [servers[0].chat(turn("two " * 40), **drawn) for _ in range(2)]
+    total = answers[1]["usage"]["prompt_tokens"]
+    assert 128 <= cached(answers[1]) < total
+
+
+def test_bodies_have_a_bound(servers: tuple[Server, Server]) -> None:
+    for most, status in (((32 << 20) - 100, 400), (33 << 20, 413)):
+        got, text = servers[0].send("POST", "/v1/completions", {"odd": "x" * most})
+        assert (got // 100, got == 413) == (4, status == 413)
+        error = json.loads(text)["error"]
+        assert error["type"] == "invalid_request_error"
+        assert ("32 MiB" in error["message"]) == (status == 413)
 
 
 def test_a_bias_may_be_whole(servers: tuple[Server, Server]) -> None:
@@ -476,6 +551,28 @@ def test_a_restart_restores_from_the_store(tmp_path: Path) -> None:
             assert "Traceback" not in server.log.read_text()
     assert content(answers[0]) == content(answers[1])
     assert (cached(answers[0]), cached(answers[1]) > len(SYSTEM)) == (0, True)
+
+
+def test_a_stop_does_not_wait_without_end_and_errors_keep_their_headers(tmp_path: Path) -> None:
+    short = f"import flowkv.hooks.huggingface.serve as s\ns._GRACE = 1\n{OURS}"
+    model = str(tiny_chat(tmp_path / "tiny"))
+    words = ["serve", "--gpu", "64MiB", model, *OPTIONS, "--enable-cors"]
+    with served(short, words, tmp_path / "log") as server:
+        server.wait()
+        for path, status in (("/odd", 404), ("/v1/completions", 400), ("/metrics", 200)):
+            link = http.client.HTTPConnection("localhost", server.port, timeout=60)
+            link.request("GET" if status == 200 else "POST", path, "[", {"origin": "http://a"})
+            answer = link.getresponse()
+            assert (answer.status in (status, 422), bool(answer.read())) == (True, True)
+            assert answer.headers["access-control-allow-origin"] in ("*", "http://a")
+            link.close()
+        body = {"messages": [turn("x")], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        link = server.connect("POST", "/v1/chat/completions", body)
+        assert link.getresponse().read(9)
+        server.stop()
+        link.close()
+        assert server.process.returncode in (143, -signal.SIGTERM)
+        assert "timeout graceful shutdown exceeded" in server.log.read_text()
 
 
 def test_a_failed_engine_is_reported_with_its_cause(tmp_path: Path) -> None:
@@ -584,7 +681,7 @@ def test_the_error_of_a_stream_is_json_whatever_its_text() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["{}/none"], "the Hugging Face hub has no model"),
+        (["{}/none", "--port", "0"], "the Hugging Face hub has no model"),
         (["{}/none", "--port", "x"], "'x' is not a valid integer"),
         (["{}/none", "--prot", "1"], "--prot"),
     ],
@@ -595,6 +692,20 @@ def test_what_cannot_be_served_is_said(
     assert cli.main(["serve", *(word.format(tmp_path) for word in words)]) == 2
     error = capfd.readouterr().err
     assert (told in error, "unexpected" in error) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "told"),
+    [("localhost", "", "in use"), ("a.invalid", "0", "--host"), ("localhost", "99999", "65535")],
+)
+def test_a_port_that_cannot_be_used_is_said_before_the_model_is_loaded(
+    host: str, port: str, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("localhost", 0)) as taken:
+        port = port or str(taken.getsockname()[1])
+        assert cli.main(["serve", str(tmp_path / "none"), "--host", host, "--port", port]) == 2
+    error = capfd.readouterr().err
+    assert (told in error, "hub" in error, "Choose another" in error) == (True, False, True)
 
 
 @pytest.mark.parametrize("option", ["--continuous-batching", "--compile"])

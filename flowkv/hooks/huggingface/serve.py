@@ -13,11 +13,11 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -44,6 +44,17 @@ _FIELDS = "cache_control ignore_eos min_tokens".split()
 _CREDENTIALS = "authorization x-api-key api-key".split()
 """Headers with an API key, of clients of several vendors."""
 
+_TOKENS = (
+    "bad_words_ids sequence_bias suppress_tokens begin_suppress_tokens eos_token_id pad_token_id "
+    "forced_bos_token_id forced_eos_token_id"
+).split()
+"""Options of `generate` that are tokens, or hold some."""
+
+_LONGEST = 32 << 20
+"""Bytes of the longest body."""
+
+_GRACE = 25
+"""Seconds that answers have to end after SIGTERM: Kubernetes kills a process after 30."""
 
 _FAILED = b'data: {"error": "'
 """Beginning of the last event of a stream that failed."""
@@ -135,15 +146,17 @@ class _Generation:
         room = _positions(text) - ids.shape[1]
         if limit and room > 0:
             config.max_new_tokens = limit = min(limit, room)
+        if 0 < (most := _positions(text, "linear")) <= ids.shape[1]:
+            told = f"the prompt has {ids.shape[1]} tokens, the model {most} positions"
+            raise errors.ConfigError(told, "Shorten it")
         if least := limit if call.body.get("ignore_eos") else call.body.get("min_tokens"):
             if not isinstance(least, int):
                 raise errors.ConfigError(f"min_tokens={least!r}", "Use a whole number")
             config.min_new_tokens = least
         config.stop_strings = None if config.stop_strings == [] else config.stop_strings
-        if isinstance(bias := config.sequence_bias, dict):  # clients send whole numbers
-            if (last := max(map(max, bias), default=0)) >= (most := text.vocab_size):
-                raise errors.ConfigError(f"logit_bias has token {last}", f"Use tokens below {most}")
-            config.sequence_bias = {tokens: float(value) for tokens, value in bias.items()} or None
+        if not isinstance(call.body.get("suffix"), str | None):
+            raise errors.ConfigError("suffix is no text", "Pass a string")
+        _check(config, self._model.generation_config, text.vocab_size, engine.kv.config.max_rows)
         if isinstance(seed, int):
             seed %= 1 << 64  # as torch does
         call.hints = read(call.body, options["tokenizer"], ids[0].tolist())
@@ -168,6 +181,9 @@ class _Generation:
             call.record_reuse(engine.kv, done.reused_tokens)
             if streamer is not None:
                 streamer.end()
+        except (LookupError, TypeError, ValueError):  # of the request's own options
+            call.answer = None
+            raise
         finally:
             answer.cancel()  # a streamer raises once its client is gone
         return torch.cat([ids, ids.new_tensor([done.tokens])], dim=1)
@@ -176,11 +192,16 @@ class _Generation:
         """Answer as without an engine, one request at a time: images, beams, ..."""
         call, (engine, alone, _) = self._call, self._parts
         with alone:
-            cache = engine.kv.cache(**given, **care)
+            try:
+                cache = engine.kv.cache(**given, **care)
+            except errors.StateError as error:
+                if engine.kv.closed:
+                    raise
+                raise errors.UnsupportedModelError(error.problem, "Leave that input out") from error
 
-            def stops(*_: Any, **__: Any) -> bool:  # behind the first forward, before the end
+            def stops(ids: Any, *_: Any, **__: Any) -> bool:  # behind the first forward
                 if not call.begun.done():
-                    call.record_reuse(engine.kv, getattr(cache, "reused", 0))
+                    call.record_reuse(engine.kv, getattr(cache, "reused", 0) // len(ids))
                     call.begin()
                 return call.gone
 
@@ -191,12 +212,55 @@ class _Generation:
                 getattr(cache, "close", int)()
 
 
-def _positions(text: Any) -> int:
-    """Return the number of positions that a model encodes, scaled ones too; 0 without a bound."""
+def _check(config: Any, own: Any, vocabulary: int, rows: int) -> None:
+    """Refuse options that fail behind the first token, or end all work of a GPU.
+
+    Raises:
+        ConfigError: A token or number is out of range. Those of the model itself may be.
+    """
+    bias = config.sequence_bias or ()  # clients send whole numbers
+    pairs = bias.items() if isinstance(bias, dict) else bias
+    config.sequence_bias = {tuple(ids): float(value) for ids, value in pairs} or None
+    for name in _TOKENS:
+        if (given := getattr(config, name, None)) == getattr(own, name, None):
+            continue
+        for token in _whole_numbers(list(given) if isinstance(given, dict) else given):
+            if not -(name == "eos_token_id") <= token < vocabulary:  # -1 is none
+                name = name.replace("sequence", "logit_bias or sequence")
+                remedy = f"Use tokens from 0 on, below {vocabulary}"
+                raise errors.ConfigError(f"{name} has token {token}", remedy)
+    for value in (config.sequence_bias or {}).values():
+        if not abs(value) <= 1e6:
+            raise errors.ConfigError(f"a bias of {value}", "Use numbers from -1e6 to 1e6")
+    if config.do_sample and not 1e-6 <= (config.temperature or 1) <= 1e6:
+        remedy = "Use a number from 1e-6 to 1e6"
+        raise errors.ConfigError(f"temperature={config.temperature}", remedy)
+    if config.exponential_decay_length_penalty and config.eos_token_id is own.eos_token_id is None:
+        raise errors.ConfigError("a length penalty without an end token", "Give eos_token_id")
+    if not 1 <= (made := (config.num_beams or 1) * (config.num_return_sequences or 1)) <= rows:
+        raise errors.ConfigError(f"{made} beams or sequences", f"Ask for 1 to {rows}")
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """Yield the whole numbers in an option, at any depth."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _whole_numbers(part)
+
+
+def _positions(text: Any, *more: str) -> int:
+    """Return the number of positions that a model encodes, scaled ones too; 0 without a bound.
+
+    Args:
+        text: Its config.
+        *more: Further kinds of scaling: as long contexts are trained with some, not with others.
+    """
     most = getattr(text, "max_position_embeddings", None) or 0
     rope: Any = getattr(text, "rope_parameters", None) or {}
     for part in (rope, *rope.values()):
-        if isinstance(part, dict) and part.get("rope_type") in ("yarn", "dynamic"):
+        if isinstance(part, dict) and part.get("rope_type") in ("yarn", "dynamic", *more):
             trained = part.get("original_max_position_embeddings") or most
             most = max(most, int(trained * (part.get("factor") or 1)))
     return int(most)
@@ -233,11 +297,16 @@ class _Middleware:
         if path not in _SERVED:
             use = f"{path}: FlowKV keeps tenants apart. Use {', '.join(_SERVED)} or /metrics"
             return await _error(404, use)(scope, receive, send)
-        request = Request(scope, receive)
+        request, read = Request(scope, receive), bytearray()
         try:
-            call, body = _read_call(_tenant(request.headers), await request.body())
+            async for part in request.stream():
+                read += part
+                if len(read) > _LONGEST:
+                    use = f"the body is longer than {_LONGEST >> 20} MiB. Send less at once."
+                    return await _error(413, use)(scope, receive, send)
         except ClientDisconnect:
             return None
+        call, body = _read_call(_tenant(request.headers), bytes(read))
         unread, begun = [{"type": "http.request", "body": body}], list[Any]()
 
         async def replay() -> Any:
@@ -280,7 +349,8 @@ def _explained(error: Exception, unread: bool) -> tuple[int, str]:
     if isinstance(error, errors.FlowKVError):
         return 400 if isinstance(error, ValueError | TypeError) else 503, str(error)
     cause = f"({type(error).__name__}: {str(error).rstrip('.')})"
-    if unread and not isinstance(error, RuntimeError | MemoryError):
+    failed = isinstance(error, RuntimeError | MemoryError)
+    if unread and (not failed or isinstance(error, RecursionError)):  # nested too deep
         return 400, f"the request is malformed {cause}. Correct the value that is named."
     logging.getLogger("flowkv").error("a request failed", exc_info=error)
     return 500, f"the server failed {cause}. Look into its log."
@@ -372,6 +442,22 @@ def _reader(handler: utils.BaseHandler, modality: Any) -> Callable[..., CacheCon
     return read
 
 
+async def _try_port(host: str, port: int) -> None:
+    """Bind a port for a moment, as uvicorn will, before a model is loaded.
+
+    Raises:
+        ConfigError: The port or the host cannot be used.
+    """
+    try:
+        if not 0 <= port < 1 << 16:
+            raise OverflowError("ports are 0 to 65535")
+        loop = asyncio.get_running_loop()
+        (await loop.create_server(asyncio.Protocol, host, port)).close()
+    except (OSError, OverflowError) as error:
+        problem = f"{host}:{port} cannot be used ({getattr(error, 'strerror', None) or error})"
+        raise errors.ConfigError(problem, "Choose another --port or --host") from error
+
+
 def run(model: str, options: Sequence[str], start: Callable[[Any], Any]) -> None:
     """Run `transformers serve`, until it is stopped.
 
@@ -388,6 +474,9 @@ def run(model: str, options: Sequence[str], start: Callable[[Any], Any]) -> None
         raise errors.MissingDependencyError("flowkv serve", "serve")
     for option in {"--continuous-batching", "--compile"}.intersection(options):
         raise errors.ConfigError(f"{option} has a cache of its own", f"Leave {option} out")
+    import uvicorn
+    from starlette.middleware.cors import CORSMiddleware
+
     code = entry.Serve.__init__.__code__
     if "build_server" not in code.co_varnames + code.co_cellvars:
         raise errors.ConfigError(
@@ -413,9 +502,18 @@ def run(model: str, options: Sequence[str], start: Callable[[Any], Any]) -> None
         vars(models)["get_gen_models"] = lambda: [known]  # others are not served
         engine.kv.metrics.follow_steps(engine.kv.bus)
         app.add_middleware(_Middleware, kv=engine.kv)
+        app.user_middleware.sort(key=lambda each: each.cls is not CORSMiddleware)  # outermost
         return app
 
+    @wraps(entry.Serve.__init__)
+    def begin(*given: Any, **named: Any) -> None:
+        asyncio.run(_try_port(named["host"], named["port"]))
+        init(*given, **named)
+
     make, server.build_server = server.build_server, build
+    init, entry.Serve.__init__ = entry.Serve.__init__, begin
+    plain = uvicorn.Config
+    uvicorn.Config = partial(plain, timeout_graceful_shutdown=_GRACE)
     try:
         if commands(["serve", model, *options], standalone_mode=False) == 130:
             raise KeyboardInterrupt
@@ -429,4 +527,4 @@ def run(model: str, options: Sequence[str], start: Callable[[Any], Any]) -> None
             raise
         raise explanation(model, error) from error
     finally:
-        server.build_server = make
+        server.build_server, entry.Serve.__init__, uvicorn.Config = make, init, plain
