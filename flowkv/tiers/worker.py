@@ -28,27 +28,6 @@ from flowkv.core.memory import HUGE_BYTES, own_memory
 from flowkv.core.reaper import begin
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, TierAnswer
 
-
-def require_open(
-    name: str, pid: int, is_open: bool, remedy: str = "Open another one, here"
-) -> None:
-    """Refuse a call of a tier that is of no use.
-
-    Args:
-        name: Name of the tier.
-        pid: Process that opened it.
-        is_open: Whether it was not closed.
-        remedy: Remedy that the error names.
-
-    Raises:
-        StateError: The tier is closed, or was opened before a fork.
-    """
-    here = pid == os.getpid()
-    if not (is_open and here):
-        why = "is closed" if here else "was opened before a fork"
-        raise StateError(f"tier {name!r} {why}", remedy)
-
-
 # Answers of a tier until they are polled.
 
 
@@ -107,6 +86,65 @@ class Completions:
                 os.close(self._event_fd)
                 self._event_fd = -1
 
+
+# Base of tiers.
+
+
+class Handle:
+    """Base of tiers: their answers, for the process that opened them, until they are closed.
+
+    Args:
+        name: Shown in statistics.
+        answers: The answers, until they are polled.
+    """
+
+    _remedy = "Open another one, here"
+
+    def __init__(self, name: str, answers: Completions) -> None:
+        self.name, self._answers = name, answers
+        self._closed, self._pid = False, os.getpid()
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        """Start reading frames into their targets; return a job number.
+
+        Raises:
+            StateError: The tier is closed, or was opened before a fork.
+        """
+        return self._run(items, deadline_s)
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        """Start writing frames; return a job number.
+
+        Raises:
+            StateError: The tier is closed, or was opened before a fork.
+        """
+        return self._run(items, deadline_s)
+
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
+        """Return the answers that are ready; wait up to `timeout_s` for the first one."""
+        return self._answers.poll(timeout_s) if self._pid == os.getpid() else []
+
+    def fileno(self) -> int:
+        """Return an eventfd that is readable while answers wait; -1 once closed.
+
+        Only `poll` notices a passed deadline, so call it by then, even if the descriptor is not
+        readable.
+        """
+        return self._answers.fileno()
+
+    def _usable(self) -> bool:
+        return not self._closed and self._pid == os.getpid()
+
+    def _require_usable(self) -> None:
+        if not self._usable():
+            why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
+            raise StateError(f"tier {self.name!r} {why}", self._remedy)
+
+    def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+        raise NotImplementedError
+
+
+# Requests on their way.
 
 _FOREVER_S = 1e9
 _NOTHING = memoryview(b"")

@@ -61,7 +61,7 @@ from flowkv.tiers.io.engine import (
     IOEngine,
     reason_of,
 )
-from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue, require_open
+from flowkv.tiers.worker import Handle, Item, ItemAnswer, RequestQueue
 
 # The work of one item between the queue and its answer: operations on the disk, and their memory.
 
@@ -1051,7 +1051,7 @@ _HEADROOM_BYTES = 512 << 20  # twice the observed need of staging, threads and c
 _FROM_SYSTEM = (OSError, MemoryError, ImportError, RuntimeError)  # errors of exhausted memory
 
 
-class DiskTier:
+class DiskTier(Handle):
     """`Tier` in one directory. The first process to open it owns it; others only read.
 
     A reader becomes the owner when it looks for frames and there is no owner any more. An owner is
@@ -1086,6 +1086,7 @@ class DiskTier:
     """
 
     kind = "disk"
+    _remedy = "Open the directory again, here"
 
     def __init__(  # noqa: PLR0913 (each is one decision at the opening of a tier)
         self,
@@ -1110,7 +1111,6 @@ class DiskTier:
                 "Use durability 'none' or 'sync', and 0 or 1 threads",
             )
         printable = os.fsencode(path).decode(errors="backslashreplace")  # for JSON and metrics
-        self.name, self.capacity_bytes = name or f"disk:{printable}", capacity_bytes
         envelope = envelope or Envelope()
         if engine is None:
             _need_addresses(path)
@@ -1122,7 +1122,6 @@ class DiskTier:
             files=files,
             envelope=envelope,
         )
-        self._pid, self._open, self._closing = os.getpid(), True, threading.Lock()
         own: Arena | None = None
         try:
             if arena is None:
@@ -1147,6 +1146,8 @@ class DiskTier:
                     "Free memory, or raise its limit (ulimit -v)",
                 ) from error
             raise
+        super().__init__(name or f"disk:{printable}", self._wishes.answers)
+        self.capacity_bytes, self._closing = capacity_bytes, threading.Lock()
         self._engine, self._threads = engine, threads
         self._conductor = DiskScheduler(self._store, envelope, engine, arena, self._wishes)
         self._shut = partial(
@@ -1229,30 +1230,11 @@ class DiskTier:
         self._store.refresh()
         return self._store.contains(keys)
 
-    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Queue loads; they go before stores.
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        self._require_usable()
-        self._store.refresh()
-        return self._submit(items, deadline_s)
-
-    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Queue stores; those that do not fit into the queue are `FAILED` with reason "busy".
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        self._require_usable()
-        return self._submit(items, deadline_s)
-
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Return the answers that are ready; wait up to `timeout_s` for the first one."""
         if self._pid != os.getpid():
             return []
-        if self._threads or not self._open:
+        if self._threads or self._closed:
             return self._wishes.poll(timeout_s)
         end_s = time.monotonic() + timeout_s
         while True:
@@ -1264,14 +1246,6 @@ class DiskTier:
             if answers or left_s <= 0 or not self._conductor.busy:
                 return answers
             self._conductor.step(left_s)
-
-    def fileno(self) -> int:
-        """Return an eventfd that is readable while answers wait; -1 once closed.
-
-        Only `poll` notices a passed deadline, so call it by then, even if the descriptor is not
-        readable.
-        """
-        return self._wishes.answers.fileno()
 
     def cancel(self, job: int) -> None:
         """Cancel the items of a job that are not in use right now."""
@@ -1360,22 +1334,19 @@ class DiskTier:
         if self._pid != os.getpid():
             return
         with self._closing:
-            if not self._open:
+            if self._closed:
                 return
-            self._open = False
+            self._closed = True
             self._shut()
 
-    def _submit(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+    def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+        self._require_usable()
+        if items and isinstance(items[0], Load):
+            self._store.refresh()
         job = self._wishes.submit(items, deadline_s)
         if self._threads:
             self._conductor.start(f"flowkv {self.name}")
         return job
-
-    def _usable(self) -> bool:
-        return self._open and self._pid == os.getpid()
-
-    def _require_usable(self) -> None:
-        require_open(self.name, self._pid, self._open, "Open the directory again, here")
 
 
 def _shut(

@@ -33,7 +33,7 @@ from flowkv.tiers.erasure_log import Erased
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import Backend, RemoteLimits
 from flowkv.tiers.remote.erasures import AGAIN_S, RemoteErasures
-from flowkv.tiers.worker import Item, ThreadMemory, Workers, require_open
+from flowkv.tiers.worker import Handle, Item, ThreadMemory, Workers
 
 __all__ = ["RemoteLimits", "RemoteTier"]
 
@@ -573,7 +573,7 @@ LISTED = 1000
 LATE_NS = round(AGAIN_S * 1e9)
 
 
-class RemoteTier:
+class RemoteTier(Handle):
     """`Tier` over an engine that others run and share.
 
     A load is received and checked in a thread's own memory and copied to its target last; a store
@@ -608,6 +608,7 @@ class RemoteTier:
     writable = True
     shared = True
     usual = RemoteLimits()
+    _remedy = "Open it again, here"
 
     def __init__(
         self,
@@ -621,7 +622,8 @@ class RemoteTier:
     ) -> None:
         if capacity_bytes < 1:
             raise ConfigError(f"a remote tier has {capacity_bytes} bytes", "Give it a few pages")
-        self.name, self.capacity_bytes = name or backend.name, capacity_bytes
+        name = name or backend.name
+        self.capacity_bytes = capacity_bytes
         self.backend, self.limits = backend, limits or self.usual
         self.envelope, self._clock = envelope or Envelope(), clock or compiling.SystemClock()
         self.known, self.corrupt = Known(), 0
@@ -629,7 +631,7 @@ class RemoteTier:
         self._breaker = Breaker(self._clock, pause_s=self.limits.pause_s)
         self._begun: dict[Item, tuple[Pass, int]] = {}
         self._workers = Workers(
-            self.name,
+            name,
             self._work,
             self._clock,
             threads=self.limits.threads,
@@ -639,7 +641,8 @@ class RemoteTier:
             late=self._late,
             forsake=lambda item: self.known.forsake(item.key),
         )
-        self._aside, self._pid, self._open = Aside(self.name), os.getpid(), True
+        super().__init__(name, self._workers.answers)
+        self._aside = Aside(name)
         self._absent: dict[bytes, int] = {}
         self._quiet_until_ns, self._looked_ns = 0, self._clock.now_ns()
         self._doubtful: dict[bytes, int] = {}  # times of stores that failed, and may arrive late
@@ -697,31 +700,9 @@ class RemoteTier:
             self._ask(unknown)
         return [self.known.usable(key) for key in keys]
 
-    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Queue loads; they go before stores.
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        self._require_usable()
-        return self._workers.submit(items, deadline_s)
-
-    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Queue stores; loads go before them.
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        self._require_usable()
-        return self._workers.submit(items, deadline_s)
-
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Return the answers that are ready; wait up to `timeout_s` for the first one."""
         return self._workers.poll(timeout_s) if self._pid == os.getpid() else []
-
-    def fileno(self) -> int:
-        """Return an eventfd, readable while answers wait; only `poll` notices a passed deadline."""
-        return self._workers.answers.fileno()
 
     def cancel(self, job: int) -> None:
         """Cancel the items of a job that are not about to be answered."""
@@ -800,12 +781,12 @@ class RemoteTier:
         if self._pid != os.getpid():
             return
         with self._closing:
-            if not self._open:
+            if self._closed:
                 return
             if not self._ready():
                 self._workers.fail_waiting("breaker")
             ended = self._workers.close(self.limits.close_s)
-            self._open = False
+            self._closed = True
             self._wake.set()
             self._keeper.join(self.limits.close_s if self._ready() else 0.1)
             if ended and not self._keeper.is_alive():
@@ -842,7 +823,7 @@ class RemoteTier:
                 self.known.merge(facts, look)
                 facts.clear()
                 self._hear()
-            if not self._open:
+            if self._closed:
                 break
         self.known.merge(facts, look)
 
@@ -865,7 +846,7 @@ class RemoteTier:
             return  # a long listing goes on in the background
         error = self._listed.exception()
         if isinstance(error, PermissionError):
-            self._open = False
+            self._closed = True
             self._wake.set()
             said = f"{self.name} refuses access ({error})"
             remedy = "Check the address, the credentials and their rights"
@@ -889,10 +870,10 @@ class RemoteTier:
             self._listed.set_result(None)
         except BaseException as error:  # a client library may raise anything
             self._listed.set_exception(error)
-        while self._open:
+        while not self._closed:
             self._wake.wait(min(self.limits.every_s, 1.0))
             self._wake.clear()
-            if not self._open or not self._ready():
+            if self._closed or not self._ready():
                 continue
             news = (self._agree, learn) if self._due() else ()
             for work in (*news, self._delete_condemned, self.flush):
@@ -1266,11 +1247,9 @@ class RemoteTier:
         if leave.report(well):
             self._workers.fail_waiting("breaker")
 
-    def _usable(self) -> bool:
-        return self._open and self._pid == os.getpid()
-
-    def _require_usable(self) -> None:
-        require_open(self.name, self._pid, self._open, "Open it again, here")
+    def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+        self._require_usable()
+        return self._workers.submit(items, deadline_s)
 
 
 def reason_of(error: OSError) -> str:

@@ -41,10 +41,10 @@ from flowkv.tiers.frame import (
     pack_header,
     peek_header_bytes,
 )
-from flowkv.tiers.host import Immediate, copied, failed, missed
+from flowkv.tiers.host import copied, failed, missed
 from flowkv.tiers.shared import table
 from flowkv.tiers.shared.table import GRANULE, USED, VERSION
-from flowkv.tiers.worker import require_open
+from flowkv.tiers.worker import Completions, Handle
 
 __all__ = ["SharedTier"]
 
@@ -389,7 +389,7 @@ Row: TypeAlias = NDArray[np.int64]
 """Copy of the index entry of a frame: eight words, see `shared.table`."""
 
 
-class SharedTier(Immediate):
+class SharedTier(Handle):
     """Host tier in one file in shared memory, for several processes; it survives all of them.
 
     Frames are chains of 4 KiB granules, so that memory never fragments. Readers take no lock: they
@@ -435,9 +435,10 @@ class SharedTier(Immediate):
         directory: str | os.PathLike[str] = "/dev/shm",
         clock: Clock | None = None,
     ) -> None:
-        super().__init__(f"host:{name}", clock or SystemClock())
+        super().__init__(f"host:{name}", Completions())
         self.corrupt, self.renewed, self._stuck = 0, 0, False
         self._again_s = self._bury_s = 0.0
+        self._clock = clock or SystemClock()
         self._lock, self._burying = threading.Lock(), threading.Lock()
         wanted = plan(capacity_bytes)
         self._memory = SharedFile(Path(directory).absolute() / file_name(name), wanted)
@@ -559,10 +560,13 @@ class SharedTier(Immediate):
             self._memory.close()
         self._answers.close()
 
+    def cancel(self, job: int) -> None:
+        """Do nothing: all items were answered when they were submitted."""
+
     # ---- loads
 
     def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
-        require_open(self.name, self._pid, not self._closed)
+        self._require_usable()
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
         end_ns, answers = start_ns + round(min(deadline_s, 1e9) * 1e9), []
         for index, item in enumerate(cast(Sequence[Load | Store], items)):
