@@ -506,6 +506,7 @@ if TYPE_CHECKING:
         Erased,
         ErasureLog,
         ErasureLogs,
+        new_entry,
         realm_name,
     )
     from flowkv.tiers.frame import (

@@ -37,7 +37,7 @@ from flowkv.residency.keyed import KeyedPolicy
 from flowkv.residency.places import open_tiers, policy_of
 from flowkv.tiers import Entry, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.base import UNBOUNDED, listed
-from flowkv.tiers.erasure_log import MOST_KEYS, Erased, ErasureLogs
+from flowkv.tiers.erasure_log import MOST_KEYS, Erased, ErasureLogs, new_entry
 from flowkv.tiers.worker import Completions
 
 _log = logging.getLogger("flowkv")
@@ -394,7 +394,7 @@ class Keeper(Closing):
             for log in (log for log in self.logs.values() if log.alone):
                 try:
                     for at in range(0, len(keys), MOST_KEYS):
-                        log.publish(keys[at : at + MOST_KEYS], proven=proven)
+                        log.publish(new_entry(keys[at : at + MOST_KEYS], proven=proven))
                 except StoreError as error:
                     errors.append(error)
             self._news += 1

@@ -120,7 +120,14 @@ def new_entry(
     realms: Iterable[bytes] = (),
     proven: bool = True,
 ) -> Erased:
-    """Return a new entry of a log with the names of these frames."""
+    """Return a new entry of a log with the names of these frames.
+
+    Args:
+        keys: Keys of pages that were erased with all their descendants.
+        below: Keys of pages with only their descendants erased.
+        realms: Names of tenants and models.
+        proven: Whether the place of the log holds none of the frames any more.
+    """
     own, ends = (frozenset(key[:KEY_NAME_BYTES] for key in some) for some in (keys, below))
     return Erased(os.urandom(16), own, ends, frozenset(realms), proven)
 
@@ -252,26 +259,12 @@ class ErasureLog:
             self.alone = False
             self._release()
 
-    def publish(
-        self,
-        keys: Iterable[bytes] = (),
-        below: Iterable[bytes] = (),
-        realms: Iterable[bytes] = (),
-        *,
-        proven: bool = True,
-    ) -> None:
+    def publish(self, entry: Erased) -> None:
         """Record erased frames; other caches find them at their next look. Call within `erasing`.
-
-        Args:
-            keys: Keys of pages that were erased with all their descendants.
-            below: Keys of pages with only their descendants erased.
-            realms: Names of tenants and models.
-            proven: Whether the place holds none of the frames any more.
 
         Raises:
             StoreError: The log cannot be written.
         """
-        entry = new_entry(keys, below, realms, proven)
         entries = [*(self._entries() or {}).values(), entry]
         while len(data := _framed(entries)) > FILE_BYTES:
             if len(entries) == 1:

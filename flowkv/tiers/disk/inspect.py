@@ -27,7 +27,7 @@ from flowkv.tiers.disk.store import (
     rows_in_slots,
 )
 from flowkv.tiers.envelope import Envelope, Keyring
-from flowkv.tiers.erasure_log import MOST_KEYS, ErasureLog, realm_name
+from flowkv.tiers.erasure_log import MOST_KEYS, ErasureLog, new_entry, realm_name
 from flowkv.tiers.frame import AES_256_GCM, BadFrame
 from flowkv.tiers.io.engine import FileIO
 
@@ -437,7 +437,8 @@ def drop(
             store.delete([key for key, held in entries if held.info.namespace in doomed])
             store.wipe(0.0)
             for at in range(0, len(doomed), MOST_KEYS // 2):  # for caches that read here
-                log.publish(realms=[realm_name(None, one) for one in doomed[at:][: MOST_KEYS // 2]])
+                part = doomed[at:][: MOST_KEYS // 2]
+                log.publish(new_entry(realms=[realm_name(None, one) for one in part]))
         store.unbind(doomed)
         if aside := store.aside():
             raise StoreError(
