@@ -439,8 +439,8 @@ def drop(
             for at in range(0, len(doomed), MOST_KEYS // 2):  # for caches that read here
                 part = doomed[at:][: MOST_KEYS // 2]
                 log.publish(new_entry(realms=[realm_name(None, one) for one in part]))
-        store.unbind(doomed)
-        if aside := store.aside():
+        store.home.unbind(doomed)
+        if aside := store.home.aside():
             raise StoreError(
                 f"the frames are erased, but {path / aside[0]} holds a store of another format",
                 "Delete that directory",

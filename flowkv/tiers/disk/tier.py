@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
@@ -29,7 +28,7 @@ from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.memory import address_of
 from flowkv.core.reaper import REAPER, begin
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
-from flowkv.tiers.disk.home import ERASED
+from flowkv.tiers.disk.home import ERASED, owner_of
 from flowkv.tiers.disk.journal import Held, Slot, WrittenFrame, charge_bytes
 from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
 from flowkv.tiers.envelope import Envelope
@@ -429,7 +428,7 @@ class DiskScheduler:
         self._unsealed: list[tuple[Item, Unsealed]] = []  # claimed items, with bodies being read
         self._written: list[Flight] = []  # frames that wait for the next group of syncs
         self._late_bytes, self._syncing = 0, False  # bytes of overdue operations
-        self._tag = 0
+        self._tag, self._pid = 0, os.getpid()
         self._stage = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -459,6 +458,23 @@ class DiskScheduler:
         while self.step(0.0):
             pass
         return not self._flights
+
+    def close(self, own: Arena | None) -> None:
+        """End the parts of a tier that is closed, or was collected; a second call does nothing.
+
+        Args:
+            own: Staging memory of the tier alone.
+        """
+        if self._pid != os.getpid() or self._queue.closing:
+            return
+        ended = self.stop(CLOSE_S)
+        self._queue.fail_rest()
+        if self._engine.close() and ended:
+            self._store.close()
+            if own is not None:
+                own.close()
+        else:
+            _stuck.append(self)
 
     def step(self, wait_s: float) -> bool:
         """Do one step; wait for the engine if there is nothing else to do, for `wait_s` at most.
@@ -1080,6 +1096,10 @@ class DiskTier(Handle):
         files: File operations, for tests and simulation; give an `engine` over them, too.
         clock: Source of time.
 
+    Attributes:
+        path: Path of the directory.
+        erasure_log: Path of the log of erasures that caches share, see `tiers.erasure_log`.
+
     Raises:
         ConfigError: The capacity is too small.
         StoreError: The directory cannot be used.
@@ -1148,19 +1168,18 @@ class DiskTier(Handle):
             raise
         super().__init__(name or f"disk:{printable}", self._wishes.answers)
         self.capacity_bytes, self._closing = capacity_bytes, threading.Lock()
+        self.path, self.erasure_log = self._store.path, self._store.path / ERASED
         self._engine, self._threads = engine, threads
         self._conductor = DiskScheduler(self._store, envelope, engine, arena, self._wishes)
-        self._shut = partial(
-            _shut, self._pid, self._conductor, self._wishes, engine, self._store, own
-        )
+        self._shut = partial(self._conductor.close, own)
         if files is None:  # the caller closes a tier with given files
             weakref.finalize(self, REAPER.put, self._shut).atexit = False
             REAPER.start()
         if not self.writable:
             warnings.warn(
-                f"{self._store.obstacle} in {path}: it is read, and nothing is stored there"
-                if self._store.obstacle
-                else f"{self._store.owned_by} {path}: this one reads it and stores nothing there"
+                f"{self._store.home.obstacle} in {path}: it is read, and nothing is stored there"
+                if self._store.home.obstacle
+                else f"{owner_of(self.path)} {path}: this one reads it and stores nothing there"
                 " until the other one is closed",
                 stacklevel=2,
             )
@@ -1180,16 +1199,6 @@ class DiskTier(Handle):
     def shared(self) -> bool:
         """Return whether another process owns the directory, or did while it was open here."""
         return self._store.shared
-
-    @property
-    def path(self) -> Path:
-        """Return the path of the directory."""
-        return self._store.path
-
-    @property
-    def erasure_log(self) -> Path:
-        """Return the path of the log of erasures that caches share, see `tiers.erasure_log`."""
-        return self._store.path / ERASED
 
     @property
     def corrupt(self) -> int:
@@ -1265,14 +1274,14 @@ class DiskTier(Handle):
         if not self._usable():
             return 0
         if not self.writable:
-            raise StoreError(f"{self._store.owned_by} {self.name}", "Let its owner erase")
+            raise StoreError(f"{owner_of(self.path)} {self.name}", "Let its owner erase")
         try:
             count = self._store.delete(keys)
             self._conductor.known.clear()
             while not self._threads and self._store.doomed and self._conductor.step(0.0):
                 pass  # no thread ends the loads that are under way
             self._store.wipe(ERASE_S if self._threads else 0.0)
-            aside = self._store.aside()
+            aside = self._store.home.aside()
         except Refused as error:
             raise StoreError(
                 f"{self.name} forgot the frames, but some are being read right now",
@@ -1347,27 +1356,6 @@ class DiskTier(Handle):
         if self._threads:
             self._conductor.start(f"flowkv {self.name}")
         return job
-
-
-def _shut(
-    pid: int,
-    conductor: DiskScheduler,
-    queue: RequestQueue,
-    engine: IOEngine,
-    store: DiskStore,
-    arena: Arena | None,
-) -> None:
-    """End the parts of a tier that is closed, or was collected; a second call does nothing."""
-    if pid != os.getpid() or queue.closing:
-        return
-    ended = conductor.stop(CLOSE_S)
-    queue.fail_rest()
-    if engine.close() and ended:
-        store.close()
-        if arena is not None:
-            arena.close()
-    else:
-        _stuck.append(conductor)
 
 
 _stuck: list[DiskScheduler] = []  # with operations that may still use their files and memory
