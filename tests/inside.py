@@ -487,7 +487,6 @@ if TYPE_CHECKING:
         Journal,
         Record,
         Slot,
-        WrittenFrame,
         newest,
         pack_page,
         pack_record,

@@ -365,16 +365,9 @@ class RequestQueue:
             if self._closed:
                 self.answer(item, Outcome.FAILED, "closed")
 
-    def answer(
-        self,
-        item: Item,
-        outcome: Outcome,
-        reason: str = "",
-        info: FrameInfo | None = None,
-        n_bytes: int = 0,
-    ) -> None:
+    def answer(self, item: Item, outcome: Outcome, reason: str = "") -> None:
         """Answer an item, unless it has an answer."""
-        self.answer_all([ItemAnswer(item, outcome, reason, info, n_bytes)])
+        self.answer_all([ItemAnswer(item, outcome, reason)])
 
     def answer_all(self, answers: Iterable[ItemAnswer]) -> None:
         """Answer those items that have no answer yet."""

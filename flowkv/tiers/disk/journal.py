@@ -133,13 +133,6 @@ class Record(NamedTuple):
     held: Held
 
 
-class WrittenFrame(NamedTuple):
-    """Frame in its slot, or on its way there, that is not yet in the journal."""
-
-    key: bytes
-    held: Held
-
-
 def pack_record(record: Record) -> bytes:
     """Return the 224 bytes of a record."""
     op, key, (seq, slot, stripes, info, stored_bytes, integrity, lossless) = record

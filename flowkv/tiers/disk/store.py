@@ -43,7 +43,6 @@ from flowkv.tiers.disk.journal import (
     Record,
     Rows,
     Slot,
-    WrittenFrame,
     charge_bytes,
     in_order,
     newest,
@@ -876,7 +875,7 @@ class DiskStore:
                 self._index.pop(key)
                 if self._leads():
                     self._slabs.quarantine(held.slot)
-                    self._note_deleted([(key, held)])
+                    self._note_deleted([Record(DELETED, key, held)])
             return True
 
     # --- stores --------------------------------------------------------------------------------
@@ -917,7 +916,7 @@ class DiskStore:
                 return found
             raise Refused("full")
 
-    def to_sync(self, batch: Iterable[WrittenFrame]) -> list[int]:
+    def to_sync(self, batch: Iterable[Record]) -> list[int]:
         """Return the files to sync before a batch counts; an empty list unless durable.
 
         Raises:
@@ -939,7 +938,7 @@ class DiskStore:
                 self._freed = False
             return files
 
-    def commit(self, batch: Sequence[WrittenFrame], claim: Callable[[], Iterable[object]]) -> None:
+    def commit(self, batch: Sequence[Record], claim: Callable[[], Iterable[object]]) -> None:
         """Publish written frames: append them to the journal and the index.
 
         Args:
@@ -958,7 +957,7 @@ class DiskStore:
                     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
                 assert self._journal is not None
                 self._compact(self._garbage)
-                self._journal.append([Record(STORED, *written) for written in batch])
+                self._journal.append(batch)
                 late = list(batch)  # all of them if the device fails
                 try:
                     if self._durable:
@@ -977,11 +976,11 @@ class DiskStore:
             self.abandon(batch)
             raise
 
-    def abandon(self, batch: Iterable[WrittenFrame]) -> None:
+    def abandon(self, batch: Iterable[Record]) -> None:
         """Free the slots of written frames that shall not count."""
         with self._lock:
             self._freed = True  # an append that failed may have recorded them
-            for key, held in batch:
+            for _, key, held in batch:
                 now = self._index.get(key)
                 if now is None or now.seq != held.seq or not self.delete([key]):
                     self._slabs.give_back(held.slot)
@@ -995,11 +994,11 @@ class DiskStore:
         with self._lock:
             if not self._leads(()):
                 return 0
-            gone = [(key, held) for key in keys if (held := self._index.pop(key))]
+            gone = [Record(DELETED, key, held) for key in keys if (held := self._index.pop(key))]
             if gone:
                 self._note_deleted(gone)
-            for _, held in gone:
-                self._slabs.give_back(held.slot)
+            for one in gone:
+                self._slabs.give_back(one.held.slot)
             return len(gone)
 
     @property
@@ -1210,7 +1209,7 @@ class DiskStore:
         """Return the bytes left for the slots."""
         return self._capacity_bytes - self._overhead_bytes()
 
-    def _note_deleted(self, gone: Iterable[tuple[bytes, Held]]) -> None:
+    def _note_deleted(self, gone: Iterable[Record]) -> None:
         # If this cannot be written now, it will be with the next record; until then a crash would
         # bring the frames back, unless their slots were reused, which the journal records.
         assert self._journal is not None
@@ -1220,7 +1219,7 @@ class DiskStore:
         with contextlib.suppress(OSError):
             seq = self._journal.next_seq
             self._journal.append(
-                [Record(DELETED, key, held._replace(seq=seq())) for key, held in gone], keep=True
+                [Record(DELETED, key, held._replace(seq=seq())) for _, key, held in gone], keep=True
             )
 
     def _compact(self, garbage: int) -> None:

@@ -29,7 +29,7 @@ from flowkv.core.memory import address_of
 from flowkv.core.reaper import REAPER, begin
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.disk.home import ERASED, owner_of
-from flowkv.tiers.disk.journal import Held, Slot, WrittenFrame, charge_bytes
+from flowkv.tiers.disk.journal import STORED, Held, Record, Slot, charge_bytes
 from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import (
@@ -167,9 +167,9 @@ class Flight(Operations):
         return ItemAnswer(self.item, Outcome.HIT, "", self.held.info, self.n_bytes, bytes(its))
 
     @property
-    def written(self) -> WrittenFrame:
+    def written(self) -> Record:
         """Return the key and index entry of the frame, for the store."""
-        return WrittenFrame(self.item.key, self.held)
+        return Record(STORED, self.item.key, self.held)
 
 
 def plain(held: Held) -> bool:
@@ -751,7 +751,7 @@ class DiskScheduler:
                 self._unsealed.append((item, frame))
             return flight
         except BaseException:
-            self._store.abandon([WrittenFrame(key, held)])
+            self._store.abandon([Record(STORED, key, held)])
             raise
 
     def _begun(self, item: Item, memory: ArenaSlot, held: Held, sizes: tuple[int, int],

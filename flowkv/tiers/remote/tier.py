@@ -33,7 +33,7 @@ from flowkv.tiers.erasure_log import Erased
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import Backend, RemoteLimits
 from flowkv.tiers.remote.erasures import AGAIN_S, RemoteErasures
-from flowkv.tiers.worker import Handle, Item, ThreadMemory, Workers
+from flowkv.tiers.worker import Handle, Item, ItemAnswer, ThreadMemory, Workers
 
 __all__ = ["RemoteLimits", "RemoteTier"]
 
@@ -407,21 +407,12 @@ class Breaker:
 
     Args:
         clock: Source of time.
-        failures: Consecutive failures that open it.
         pause_s: First pause.
         most_pause_s: Longest pause.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        *,
-        failures: int = FAILURES,
-        pause_s: float = 0.5,
-        most_pause_s: float = 15.0,
-    ) -> None:
-        self._clock, self._most_failures = clock, failures
-        self._first_pause_s, self._most_pause_s = pause_s, most_pause_s
+    def __init__(self, clock: Clock, *, pause_s: float = 0.5, most_pause_s: float = 15.0) -> None:
+        self._clock, self._first_pause_s, self._most_pause_s = clock, pause_s, most_pause_s
         self._lock = threading.Lock()
         self._failures, self._epoch, self._pause_s = 0, 0, pause_s
         self._opened_ns: int | None = None
@@ -474,7 +465,7 @@ class Breaker:
             if leave._epoch != self._epoch or well is None:
                 return False
             self._failures = 0 if well else self._failures + 1
-            if self._failures < self._most_failures:
+            if self._failures < FAILURES:
                 return False
             self._epoch += 1
             self.trips += 1
@@ -1070,7 +1061,7 @@ class RemoteTier(Handle):
             workers.answer(item, Outcome.MISS)
         elif (target := workers.claim(item)) is not None:
             envelope.open(head, stored, target, stripes.start, len(stripes))
-            workers.answer(item, Outcome.HIT, "", head.info, n_bytes)
+            workers.answer_all([ItemAnswer(item, Outcome.HIT, "", head.info, n_bytes)])
 
     def _header(
         self, key: bytes, staging: ThreadMemory, left_s: Callable[[], float]
@@ -1130,7 +1121,8 @@ class RemoteTier(Handle):
             self._wake.set()
         # last, so that with the answer the frame is found there, or its room is free again
         if in_time and fact is not None:
-            self._workers.answer(item, Outcome.STORED, "", None, item.n_bytes)
+            stored = ItemAnswer(item, Outcome.STORED, "", None, item.n_bytes)
+            self._workers.answer_all([stored])
         elif in_time:
             self._workers.answer(item, Outcome.FAILED, failed or "")
 
