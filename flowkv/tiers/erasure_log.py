@@ -109,11 +109,6 @@ def realm_name(tenant: bytes | None, namespace: bytes | None) -> bytes:
     return hashlib.sha256(b"flowkv.realm/1" + b"".join(said)).digest()[:REALM_NAME_BYTES]
 
 
-class _Entries(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    version: int
-    entries: tuple[Erased, ...]
-
-
 def new_entry(
     keys: Iterable[bytes] = (),
     below: Iterable[bytes] = (),
@@ -134,7 +129,7 @@ def new_entry(
 
 def pack_entries(entries: Iterable[Erased]) -> bytes:
     """Return the bytes of entries, with a digest."""
-    body = msgspec.msgpack.encode(_Entries(_VERSION, tuple(entries)))
+    body = msgspec.msgpack.encode((_VERSION, tuple(entries)))
     return xxhash.xxh3_64_digest(body) + body
 
 
@@ -143,10 +138,10 @@ def unpack_entries(data: bytes) -> dict[bytes, Erased] | None:
     try:
         if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
             return None
-        found = msgspec.msgpack.decode(data[8:], type=_Entries)
+        version, entries = msgspec.msgpack.decode(data[8:], type=tuple[int, tuple[Erased, ...]])
     except MALFORMED:
         return None
-    return {entry.lot: entry for entry in found.entries} if found.version == _VERSION else None
+    return {entry.lot: entry for entry in entries} if version == _VERSION else None
 
 
 def joined(parts: Sequence[Erased]) -> Erased:

@@ -274,7 +274,7 @@ def reading(
         StoreError: The files cannot be read.
     """
     files, journal = FileIO(), None
-    slabs, index = Slabs(files, path), Index()
+    slabs, index = Slabs(files, path, files.open), Index()
     try:
         try:
             journal = open_journal(files, path, superblock, write=False)
@@ -394,7 +394,8 @@ def repair(
     superblock = known_superblock(path)
     check = Check(keyring, superblock.capacity_bytes)
     with _mended(directory, superblock, check.envelope) as (store, recovered):
-        frames, slabs = store.entries(), Slabs(FileIO(), store.path)
+        frames, files = store.entries(), FileIO()
+        slabs = Slabs(files, store.path, files.open)
         suspects = check.suspects(slabs, frames, progress)
         for key, held in suspects:
             store.condemn(key, held)
@@ -510,7 +511,7 @@ def _mend(path: Path, superblock: Superblock, envelope: Envelope) -> int:
     """
     files = FileIO()
     journal = open_journal(files, path, superblock, write=True)
-    slabs = Slabs(files, path)
+    slabs = Slabs(files, path, files.open)
     try:
         said = journal.read_new()
         known = len(newest(said))

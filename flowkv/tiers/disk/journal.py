@@ -332,13 +332,7 @@ class Journal:
     """
 
     def __init__(
-        self,
-        files: FileIO,
-        path: str,
-        store_id: bytes,
-        *,
-        write: bool,
-        capacity_bytes: int = UNBOUNDED,
+        self, files: FileIO, path: str, store_id: bytes, *, write: bool, capacity_bytes: int
     ) -> None:
         self.count = self.bad_pages = self.sound_pages = 0
         self._files, self._path, self._store_id, self._write = files, path, store_id, write

@@ -202,8 +202,8 @@ class Slabs:
     Args:
         files: File operations.
         directory: Directory of the slab files.
+        open_file: Opens a slab file, for reading or writing.
         ahead_bytes: Bytes by which a file grows at a time; 0 for a reader, which changes nothing.
-        open_file: Opens a slab file, for reading or writing; default as `files` does.
 
     Attributes:
         allocated_bytes: Bytes of slots that may have blocks on the disk.
@@ -213,16 +213,11 @@ class Slabs:
     """
 
     def __init__(
-        self,
-        files: FileIO,
-        directory: Path,
-        *,
-        ahead_bytes: int = 0,
-        open_file: Callable[..., int] | None = None,
+        self, files: FileIO, directory: Path, open_file: Callable[..., int], ahead_bytes: int = 0
     ) -> None:
         self.allocated_bytes = self.free_bytes = 0
         self._files, self._directory, self._ahead_bytes = files, directory, ahead_bytes
-        self._open_file = open_file or files.open
+        self._open_file = open_file
         self._slabs: dict[int, _SlabFile] = {}
         self.pinned: Counter[Slot] = Counter()
         self.doomed: set[Slot] = set()
@@ -749,8 +744,8 @@ class DiskStore:
         self.home = Home(self._files, directory, capacity_bytes, exclusive=exclusive)
         self.path, self.owner = self.home.path, self.home.owner
         self.shared = not self.owner
-        self._open_file: Callable[..., int] | None = None
-        self._slabs = Slabs(self._files, self.home.path)
+        self._open_file: Callable[..., int] = self._files.open
+        self._slabs = Slabs(self._files, self.path, self._open_file)
         self._journal: Journal | None = None
 
     def open(self, open_file: Callable[..., int] | None = None) -> None:
@@ -762,7 +757,7 @@ class DiskStore:
         Raises:
             StoreError: It cannot be read.
         """
-        self._open_file = open_file
+        self._open_file = open_file or self._files.open
         try:
             if self.owner:
                 self._recover()
@@ -1066,7 +1061,7 @@ class DiskStore:
                 superblock = self.home.superblock or self.home.look_again()
                 if superblock is None:
                     return
-                path = self.home.path
+                path = self.path
                 self._journal = open_journal(self._files, path, superblock, write=False)
             self._index.apply(self._journal.read_new())
 
@@ -1197,8 +1192,7 @@ class DiskStore:
         ahead_bytes = min(1 << 24, self._capacity_bytes >> 4) if self.owner else 0
         self._robbed = self._robbed or not self._slabs.intact()
         self._slabs.close()
-        path, open_file = self.home.path, self._open_file
-        return Slabs(self._files, path, ahead_bytes=ahead_bytes, open_file=open_file)
+        return Slabs(self._files, self.path, self._open_file, ahead_bytes)
 
     def _overhead_bytes(self) -> int:
         """Return the bytes that all frames take beside their slots."""

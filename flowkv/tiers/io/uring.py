@@ -563,7 +563,6 @@ class UringEngine(DirectFiles):
     """`IOEngine` over io_uring, which must be closed.
 
     Args:
-        direct: Open files with O_DIRECT.
         depth: Most operations in the kernel at a time.
         arena: Memory to register with the ring, which makes transfers a little cheaper; where the
             limit of locked memory forbids it, it is used unregistered.
@@ -578,12 +577,10 @@ class UringEngine(DirectFiles):
 
     name = "io_uring"
 
-    def __init__(
-        self, *, direct: bool = True, depth: int = DEPTH, arena: Arena | None = None
-    ) -> None:
+    def __init__(self, *, depth: int = DEPTH, arena: Arena | None = None) -> None:
         if sys.platform != "linux":
             raise OSError(errno.ENOSYS, "io_uring is a part of Linux")
-        super().__init__(direct)
+        super().__init__(True)
         self.depth, self._arena = depth, arena
         self.flags, self.registered = 0, False
         self._pid, self._closed, self._open = os.getpid(), False, True

@@ -950,15 +950,15 @@ class RemoteTier(Handle):
 
         def read() -> None:
             staging = ThreadMemory()
-            left_s = partial(self._left_s, self._clock.now_ns() + round(limit_s * 1e9))
+            end_ns = self._clock.now_ns() + round(limit_s * 1e9)
             for key, fact in missing:
                 try:
                     try:
-                        self._header(key, staging, left_s)
+                        self._header(key, staging, end_ns)
                     except BadFrame as error:
                         if error.reason not in DAMAGED:
                             raise
-                        self._header(key, staging, left_s)  # perhaps it was damaged on its way
+                        self._header(key, staging, end_ns)  # perhaps it was damaged on its way
                 except BadFrame:
                     self.known.refuse(key, fact)
 
@@ -1031,15 +1031,15 @@ class RemoteTier(Handle):
     def _read(self, item: Item, wish: Load, was: Fact | None) -> None:
         assert item.hand is not None
         workers, envelope, staging = self._workers, self.envelope, item.hand.staging
-        left_s, stored = partial(self._left_s, item.deadline_ns), None
+        end_ns, stored = item.deadline_ns, None
         if wish.first or wish.stripes:
-            head = self._header(item.key, staging, left_s)
+            head = self._header(item.key, staging, end_ns)
         else:  # one call, header included: header and stripes belong together
             look = self.known.look()
             most = envelope.most_bytes(max(1, item.n_bytes))  # of a frame that fits into the target
             known_bytes = max(GRANULE_BYTES, was.n_bytes or most) if was else most
             for n_bytes in sorted({min(most, known_bytes), most}):
-                stored = self._get(item.key, 0, n_bytes, staging, left_s)
+                stored = self._get(item.key, 0, n_bytes, staging, end_ns)
                 found = envelope.head(stored, item.key) if stored is not None else None
                 head = self._see(found, look) if found is not None else None
                 if head is None or head.frame_bytes <= n_bytes:  # else a longer one replaced it
@@ -1055,7 +1055,7 @@ class RemoteTier(Handle):
             if stored is not None:
                 stored = stored[offset:]
             else:
-                stored = self._get(item.key, offset, length, staging, left_s)
+                stored = self._get(item.key, offset, length, staging, end_ns)
         if head is None or stored is None:
             self.known.mark_missing(item.key, was)
             workers.answer(item, Outcome.MISS)
@@ -1063,9 +1063,7 @@ class RemoteTier(Handle):
             envelope.open(head, stored, target, stripes.start, len(stripes))
             workers.answer_all([ItemAnswer(item, Outcome.HIT, "", head.info, n_bytes)])
 
-    def _header(
-        self, key: bytes, staging: ThreadMemory, left_s: Callable[[], float]
-    ) -> Header | None:
+    def _header(self, key: bytes, staging: ThreadMemory, end_ns: int) -> Header | None:
         """Return the header of a frame, from memory or the engine; None if there is no such frame.
 
         Raises:
@@ -1075,9 +1073,9 @@ class RemoteTier(Handle):
         if (head := self.known.head(key)) is not None:
             return head
         was, look = self.known.get(key), self.known.look()
-        page = self._get(key, 0, GRANULE_BYTES, staging, left_s)
+        page = self._get(key, 0, GRANULE_BYTES, staging, end_ns)
         if page is not None and (size := peek_header_bytes(page)) > len(page):
-            page = self._get(key, 0, size, staging, left_s)
+            page = self._get(key, 0, size, staging, end_ns)
         if page is None:
             self.known.mark_missing(key, was)
             return None
@@ -1159,12 +1157,7 @@ class RemoteTier(Handle):
         attempt(call, partial(self._left_s, item.deadline_ns), tries=self._tries())
 
     def _get(
-        self,
-        key: bytes,
-        offset: int,
-        n_bytes: int,
-        staging: ThreadMemory,
-        left_s: Callable[[], float],
+        self, key: bytes, offset: int, n_bytes: int, staging: ThreadMemory, end_ns: int
     ) -> memoryview | None:
         def call(timeout_s: float) -> memoryview | None:
             begun = self._clock.now_ns(), compiling.spent_ns()
@@ -1173,7 +1166,7 @@ class RemoteTier(Handle):
                 self._learn(self.reading, len(found), begun, timeout_s)
             return found
 
-        return attempt(call, left_s, tries=self._tries())
+        return attempt(call, partial(self._left_s, end_ns), tries=self._tries())
 
     def _learn(
         self, rates: OperationRates, n_bytes: int, begun: tuple[int, int], timeout_s: float
