@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from flowkv.core.errors import StoreError
+from flowkv.core.errors import StoreError, stating
 from flowkv.core.files import MALFORMED, drop_in_children, lock_byte, open_descriptor
 from flowkv.tiers.base import Entry, FrameInfo, Tier
 
@@ -265,13 +265,9 @@ class ErasureLog:
             if len(entries) == 1:
                 raise StoreError(f"{len(data)} bytes of names", "Erase whole realms instead")
             del entries[0]
-        try:
+        with stating(f"{self.path} cannot be written", "Mend that file system"):
             os.pwrite(self._fd, data, 0)
-            self._own.add(entry.lot)  # the news still has those of others
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} cannot be written ({error.strerror})", "Mend that file system"
-            ) from error
+        self._own.add(entry.lot)  # the news still has those of others
 
     def close(self) -> None:
         """Close the file and drop its locks."""

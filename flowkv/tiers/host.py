@@ -147,7 +147,7 @@ class HostTier(Handle):
         self._waiting: dict[int, int] = {}  # remaining shares of each job not cancelled
         self.slots = SlotPool(capacity_bytes)
         self._frames: dict[bytes, KeptFrame] = {}
-        self._used_bytes = self._claimed_bytes = 0  # both include stores under way
+        self._used_bytes = self._claimed_bytes = 0  # of frames here, and of stores under way
 
     def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Run small jobs at once, and share large ones among threads; unread bytes do not count.
@@ -227,7 +227,7 @@ class HostTier(Handle):
 
     def used_bytes(self) -> int:
         """Return the bytes of all frames, with the overhead charged for their objects."""
-        return self._used_bytes - self._claimed_bytes
+        return self._used_bytes
 
     def frame_bytes(self, body_bytes: int) -> int:
         """Return an upper bound of the bytes charged for such a frame."""
@@ -380,7 +380,6 @@ class HostTier(Handle):
             self._keep(items, claimed, found)
         except BaseException as error:
             with self._lock:
-                self._used_bytes -= sum(claimed.values())
                 self._claimed_bytes -= sum(claimed.values())
             if isinstance(error, MemoryError):
                 return [found.get(n) or failed(one.key, "memory") for n, one in enumerate(items)]
@@ -405,10 +404,9 @@ class HostTier(Handle):
             with self._lock:
                 if key in self._frames:
                     found[number] = TierAnswer(0, 0, key, Outcome.STORED, "", None, 0)
-                elif self._used_bytes + charge > self.capacity_bytes:
+                elif self._used_bytes + self._claimed_bytes + charge > self.capacity_bytes:
                     found[number] = failed(key, "full")
                 else:
-                    self._used_bytes += charge
                     self._claimed_bytes += charge
                     claimed[number] = charge
         return found
@@ -431,9 +429,9 @@ class HostTier(Handle):
                 del claimed[number]
                 if not self._closed and key not in self._frames:
                     self._frames[key] = frame
+                    self._used_bytes += frame.charge
                     self.slots.kept_bytes += kept_bytes
                 else:
-                    self._used_bytes -= frame.charge
                     n_bytes = 0
             found[number] = TierAnswer(0, 0, key, Outcome.STORED, "", None, n_bytes)
 

@@ -24,7 +24,7 @@ import numpy as np
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.config import format_size
-from flowkv.core.errors import ConfigError, FlowKVError, StoreError
+from flowkv.core.errors import ConfigError, FlowKVError, StoreError, stating
 from flowkv.core.memory import address_of
 from flowkv.core.reaper import REAPER, begin
 from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
@@ -1275,22 +1275,19 @@ class DiskTier(Handle):
             return 0
         if not self.writable:
             raise StoreError(f"{owner_of(self.path)} {self.name}", "Let its owner erase")
+        problem = f"{self.name} could not clear the slot of a frame"
         try:
-            count = self._store.delete(keys)
-            self._conductor.known.clear()
-            while not self._threads and self._store.doomed and self._conductor.step(0.0):
-                pass  # no thread ends the loads that are under way
-            self._store.wipe(ERASE_S if self._threads else 0.0)
-            aside = self._store.home.aside()
+            with stating(problem, "Check the disk and erase again, or delete the directory"):
+                count = self._store.delete(keys)
+                self._conductor.known.clear()
+                while not self._threads and self._store.doomed and self._conductor.step(0.0):
+                    pass  # no thread ends the loads that are under way
+                self._store.wipe(ERASE_S if self._threads else 0.0)
+                aside = self._store.home.aside()
         except Refused as error:
             raise StoreError(
                 f"{self.name} forgot the frames, but some are being read right now",
                 "Poll for those loads, then erase again",
-            ) from error
-        except OSError as error:
-            raise StoreError(
-                f"{self.name} could not clear the slot of a frame ({error.strerror})",
-                "Check the disk and erase again, or delete the directory",
             ) from error
         if aside:
             raise StoreError(
@@ -1308,13 +1305,9 @@ class DiskTier(Handle):
         """
         if not self._usable():
             return
-        try:
+        remedy = "Erase the old content of that directory, wherever it is, and open it again"
+        with stating(f"{self.name} cannot list its frames", remedy):
             self._store.survey()
-        except OSError as error:
-            raise StoreError(
-                f"{self.name} cannot list its frames ({error.strerror})",
-                "Erase the old content of that directory, wherever it is, and open it again",
-            ) from error
 
     def bind(self, namespace: bytes, name: str) -> None:
         """Record, with its name, that a cache with this namespace is about to use the tier."""

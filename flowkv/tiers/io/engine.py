@@ -179,15 +179,13 @@ class DirectFiles:
 
 def set_direct(fd: int) -> bool:
     """Make an open file bypass the page cache; False where that does not work."""
+    set_flags(fd, 0)
     try:
-        if not hasattr(os, "O_DIRECT") or not aligned(fd):
-            return set_flags(fd, 0)
-        set_flags(fd, os.O_DIRECT)
+        return hasattr(os, "O_DIRECT") and aligned(fd) and set_flags(fd, os.O_DIRECT)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
-            return set_flags(fd, 0)
+            return False
         raise
-    return True
 
 
 def set_flags(fd: int, flags: int) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flowkv.core.clock import Clock
-from flowkv.core.errors import StoreError
+from flowkv.core.errors import stating
 from flowkv.tiers.erasure_log import ALL, Erased, joined, pack_entries, unpack_entries
 from flowkv.tiers.remote.backend import Backend
 
@@ -100,13 +100,9 @@ class RemoteErasures:
         with self._lock:
             self._mine[entry.lot] = entry, now_ns
             self._again.append((now_ns + round(AGAIN_S * 1e9), entry))
-        try:
+        problem = f"{self.path} did not confirm the erasure for other nodes"
+        with stating(problem, "Forget again when it answers"):
             self._call(self.look, 4 * self._call_s)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} did not confirm the erasure for other nodes ({error})",
-                "Forget again when it answers",
-            ) from error
 
     def close(self) -> None:
         """Do nothing: no file is open here."""

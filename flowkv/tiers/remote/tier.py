@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 
 from flowkv.compiled import compiling
 from flowkv.core.clock import Clock
-from flowkv.core.errors import ConfigError, StoreError
+from flowkv.core.errors import ConfigError, StoreError, stating
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.reaper import begin, started
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
@@ -722,7 +722,8 @@ class RemoteTier(Handle):
         limit_s, known = self.limits.erase_s * (1 + len(keys) / DELETES), self.known
         strange = [key for key in keys if known.get(key) is None and not known.is_shunned(key)]
         gone = self.known.condemn(keys)
-        try:
+        problem = f"{self.name} did not confirm that {len(keys)} frames are gone"
+        with stating(problem, "Erase again when the engine answers, or delete the frames there"):
             if keys:
                 gone += self._aside.call(lambda: self._remove(keys, strange, limit_s), limit_s)
             self._sweep()
@@ -730,12 +731,7 @@ class RemoteTier(Handle):
             if late := sum(self._doubtful.get(key, since_ns) > since_ns for key in keys):
                 raise OSError(f"{late} failed stores may arrive until {AGAIN_S:g} s are over")
             self._unproven.difference_update(keys)
-            return gone
-        except OSError as error:
-            raise StoreError(
-                f"{self.name} did not confirm that {len(keys)} frames are gone ({error})",
-                "Erase again when the engine answers, or delete the frames there",
-            ) from error
+        return gone
 
     def scan(self) -> Iterator[Entry]:
         """Yield all known frames, oldest store first; read unseen headers before, for a while."""
@@ -755,17 +751,13 @@ class RemoteTier(Handle):
         Raises:
             StoreError: The engine did not list everything, or headers could not be read.
         """
-        try:
+        with stating(f"{self.name} cannot list its frames", "Try again when it answers"):
             self._aside.call(self.refresh, self.limits.erase_s)
             self._aside.call(lambda: self._list({}), self.limits.erase_s)
             self._describe(self.limits.erase_s)
             unseen = sum(fact.info is None for _, fact in self.known.facts())
             if unseen or len(self.known) >= MOST_KNOWN:
                 raise OSError(f"the headers of {unseen or 'some'} frames could not be read")
-        except OSError as error:
-            raise StoreError(
-                f"{self.name} cannot list its frames ({error})", "Try again when it answers"
-            ) from error
 
     def close(self) -> None:
         """Work off all queued items, as long as the engine answers, and close the engine."""
