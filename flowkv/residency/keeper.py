@@ -116,6 +116,7 @@ class _Level:
         incoming_bytes: Most bytes that the stores under way will take.
         scanned_s: Time of the last scan for frames of other writers.
         local: Whether look-ups in the tier are fast.
+        bounded: Whether the tier has a capacity, so that frames may have to be evicted.
         number: Number of the tier, from the fastest on.
         sweeps: Scans of a remote tier for erased frames under way; look-ups miss meanwhile.
         pump: The thread that fetches the tier's answers.
@@ -129,12 +130,8 @@ class _Level:
         self.left, self.hit_bytes = Counter[int](), Counter[int]()
         self.incoming_bytes, self.scanned_s = 0, -_RESCAN_S
         self.local, self.sweeps = tier.kind != "remote", 0
+        self.bounded = tier.capacity_bytes < UNBOUNDED
         self.pump: threading.Thread | None = None
-
-    @property
-    def bounded(self) -> bool:
-        """Return whether the tier has a capacity, so that frames may have to be evicted."""
-        return self.tier.capacity_bytes < UNBOUNDED
 
     def excess_bytes(self, need: int) -> int:
         """Return the bytes to evict before `need` more bytes fit."""

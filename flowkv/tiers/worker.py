@@ -32,20 +32,18 @@ from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, TierAnswer
 
 
 class Completions:
-    """Thread-safe queue of answers, with a file descriptor for event loops."""
+    """Thread-safe queue of answers, with a file descriptor for event loops.
+
+    Attributes:
+        new_job: Returns the next job number, from 1.
+    """
 
     def __init__(self) -> None:
         self._ready: deque[TierAnswer] = deque()
         self._changed = threading.Condition()
         self._event_fd = -1
         self._closed = False
-        self._jobs = 0
-
-    def new_job(self) -> int:
-        """Return the next job number, from 1."""
-        with self._changed:
-            self._jobs += 1
-            return self._jobs
+        self.new_job = itertools.count(1).__next__
 
     def post(self, answers: Iterable[TierAnswer]) -> None:
         """Add answers and wake the threads that poll."""
@@ -520,12 +518,6 @@ class Workers(RequestQueue):
         with self._changed:
             return sum(hand.staging.n_bytes for hand in self._hands if hand.overdue)
 
-    @property
-    def overdue(self) -> int:
-        """Return the number of threads stuck with items that were answered without them."""
-        with self._changed:
-            return sum(hand.overdue for hand in self._hands)
-
     def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Queue the items of a job; return its number."""
         job = super().submit(wishes, deadline_s)
@@ -545,7 +537,8 @@ class Workers(RequestQueue):
         for item in self.given_up():
             if item.done is not None and item.done.reason == "deadline" and item.hand is not None:
                 with self._changed:
-                    spare = not self.closing and self.overdue < self._spares
+                    stuck = sum(hand.overdue for hand in self._hands)
+                    spare = not self.closing and stuck < self._spares
                     item.hand.overdue |= spare and item.hand.item is item
                 if self._late is not None:
                     self._late(item)

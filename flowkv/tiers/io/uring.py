@@ -18,7 +18,6 @@ import mmap
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -155,10 +154,8 @@ class Ring:
         self.sqes = entries.view(np.int64).reshape(-1, 8)
 
     def _memory(self, n_bytes: int, offset: int) -> NDArray[Any]:
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        mapping = mmap.mmap(
-            self.fd, n_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset
-        )
+        flags, both = mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE
+        mapping = mmap.mmap(self.fd, n_bytes, flags, both, offset=offset)
         with contextlib.suppress(OSError):  # a child must not answer for its parent
             mapping.madvise(mmap.MADV_DONTFORK)
         return np.frombuffer(mapping, np.uint8)
@@ -578,8 +575,6 @@ class UringEngine(DirectFiles):
     name = "io_uring"
 
     def __init__(self, *, depth: int = DEPTH, arena: Arena | None = None) -> None:
-        if sys.platform != "linux":
-            raise OSError(errno.ENOSYS, "io_uring is a part of Linux")
         super().__init__(True)
         self.depth, self._arena = depth, arena
         self.flags, self.registered = 0, False

@@ -78,11 +78,6 @@ class MooncakeSession:
                 self.retired_bytes += slot.taken_bytes
             self._settled.notify_all()
 
-    @property
-    def clogged(self) -> bool:
-        """Return whether too much is retired to go on with this client."""
-        return self.retired_bytes > self.arena.n_bytes // 4
-
     def close(self) -> None:
         """Tear the client down: after that all transfers have ended, and all memory is free."""
         self.client.close()
@@ -284,7 +279,8 @@ class Mooncake:
         finally:
             with self._changed:
                 session.users -= 1
-                if session.clogged and self._session is session:
+                clogged = session.retired_bytes > session.arena.n_bytes // 4
+                if clogged and self._session is session:
                     self._session = None  # the next call opens another one
                 last = session is not self._session and not session.users
             if last:

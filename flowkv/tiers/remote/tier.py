@@ -983,8 +983,7 @@ class RemoteTier(Handle):
 
     def _ready(self) -> bool:
         """Return whether the engine may be called: the breaker allows it, and memory is left."""
-        overdue = self._workers.overdue and self.retired_bytes > self.limits.retired_bytes
-        return not overdue and self._breaker.ready()
+        return self.retired_bytes <= self.limits.retired_bytes and self._breaker.ready()
 
     def _work(self, item: Item) -> None:
         if isinstance(item.wish, Load):

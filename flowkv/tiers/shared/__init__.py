@@ -801,11 +801,6 @@ class SharedTier(Handle):
         self._put(memory, row, 0, bytes(GRANULE * -(-int(row[6]) // GRANULE)))
         return self._drop(memory, row)
 
-    def _empty(self, memory: SharedFile, seat: int) -> bool:
-        """Free the incomplete frames of a seat held here; return whether there were any."""
-        rows = [row for row in memory.writing() if row[1] == seat]
-        return any([self._inherit(memory, row) for row in rows])
-
     def _inherit(self, memory: SharedFile, row: Row) -> bool:
         """Free an incomplete frame of a dead process, unless another process did meanwhile."""
         # the row is taken over before it is blanked: its former owner may still withdraw it at any
@@ -821,7 +816,8 @@ class SharedTier(Handle):
             return False  # another thread does it
         try:
             seats = memory.deserted()
-            found = [self._empty(memory, seat) for seat in seats]
+            left = [row for row in memory.writing() if row[1] in seats]
+            found = [self._inherit(memory, row) for row in left]
             for seat in seats:
                 memory.abandon(seat)
             return any(found)
