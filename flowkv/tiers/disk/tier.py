@@ -27,7 +27,7 @@ from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError, stating
 from flowkv.core.memory import address_of
 from flowkv.core.reaper import REAPER, begin
-from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
+from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.disk.home import ERASED, owner_of
 from flowkv.tiers.disk.journal import STORED, Held, Record, Slot, charge_bytes
 from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
@@ -233,7 +233,7 @@ class KnownDigests:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._bytes = 0
         self._found: dict[bytes, Digests] = {}
         self.find = self._found.get
@@ -246,26 +246,23 @@ class KnownDigests:
         """Remember the digests of a frame that was read with its header, or is being stored."""
         values = bytearray(digests)
         with self._lock:
-            self._drop(key)
+            self.invalidate(key)
             self._found[key] = Digests(seq, values, address_of(memoryview(values)))
             self._bytes += len(values)
             while self._bytes > KNOWN_BYTES:
-                self._drop(next(iter(self._found)))
+                self.invalidate(next(iter(self._found)))
 
     def invalidate(self, key: bytes) -> None:
         """Forget the digests of a frame, so that its header is read again."""
         with self._lock:
-            self._drop(key)
+            found = self._found.pop(key, None)
+            self._bytes -= len(found.values) if found is not None else 0
 
     def clear(self) -> None:
         """Forget the digests of all frames."""
         with self._lock:
             self._found.clear()
             self._bytes = 0
-
-    def _drop(self, key: bytes) -> None:
-        found = self._found.pop(key, None)
-        self._bytes -= len(found.values) if found is not None else 0
 
 
 class Stripes(Operations):
@@ -341,34 +338,27 @@ def _open_compiled(flights: Sequence[Flight]) -> list[str]:
 # are those of the copies in staging memory, even if another thread writes to the body.
 
 
-class Unsealed(NamedTuple):
-    """Frame to be sealed into its slot: `memory` begins with the header, the body follows."""
-
-    key: bytes
-    info: FrameInfo
-    body: memoryview
-    memory: ArenaSlot
-    header_bytes: int
-    seq: int
-
-
-def seal_all(frames: list[Unsealed]) -> None:
-    """Write headers and bodies to their memory; descriptions and lengths were checked before."""
-    if sum(frame.body.nbytes for frame in frames) < COMPILED_BYTES:
-        for key, info, body, memory, start, seq in frames:
+def seal_all(flights: Sequence[Flight]) -> None:
+    """Write headers and claimed bodies to the memory of stores, which were checked before."""
+    compiled = sum(one.item.n_bytes for one in flights) >= COMPILED_BYTES
+    rows = list[tuple[int, ...]]()
+    for flight in flights:
+        held, memory, body = flight.held, flight.memory, flight.item.memory
+        assert body is not None  # the item is claimed
+        start, what = held.header_bytes, (flight.item.key, held.info)
+        if compiled:
+            blank = bytes(DIGEST_BYTES * held.stripes)
+            memory.view[:start] = lay_out(Header(*what, blank, held.seq))
+            span = address_of(body), memory.address + start, held.info.stripe_bytes, held.stripes
+            rows.append((memory.address, start, *span))
+        else:
             copy = memory.view[start : start + body.nbytes]
             copy[:] = body
-            memory.view[:start] = pack_header(describe(key, info, copy, seq))
-        return
-    from flowkv.tiers.digest import SEAL, seal_frames
+            memory.view[:start] = pack_header(describe(*what, copy, held.seq))
+    if compiled:
+        from flowkv.tiers.digest import SEAL, seal_frames
 
-    rows = []
-    for key, info, body, memory, start, seq in frames:
-        stripes, address = body.nbytes // info.stripe_bytes, memory.address
-        header = Header(key, info, bytes(DIGEST_BYTES * stripes), seq)
-        memory.view[:start] = lay_out(header)
-        rows.append((address, start, address_of(body), address + start, info.stripe_bytes, stripes))
-    seal_frames(np.array(rows, SEAL))
+        seal_frames(np.array(rows, SEAL))
 
 
 # The scheduler of a disk tier: it serves all requests with few batches for the engine.
@@ -425,7 +415,7 @@ class DiskScheduler:
         self._used_bytes = {_LOADS: 0, _STORES: 0}  # bytes of staging memory
         self._flights: dict[int, tuple[Operations, int]] = {}  # by tag, with the bytes to come
         self._refused: list[tuple[int, int]] = []  # completions of what the engine did not take
-        self._unsealed: list[tuple[Item, Unsealed]] = []  # claimed items, with bodies being read
+        self._unsealed: list[Flight] = []  # of claimed items, with bodies being read
         self._written: list[Flight] = []  # frames that wait for the next group of syncs
         self._late_bytes, self._syncing = 0, False  # bytes of overdue operations
         self._tag, self._pid = 0, os.getpid()
@@ -526,12 +516,12 @@ class DiskScheduler:
         self._submit(loads)
         try:
             if self._unsealed:
-                seal_all([frame for _, frame in self._unsealed])
+                seal_all(self._unsealed)
         except Exception as error:
             self._drop_stores(stores, _reason(error))
             stores = []
-        for item, _ in self._unsealed:
-            self._queue.unclaim(item)
+        for flight in self._unsealed:
+            self._queue.unclaim(flight.item)
         self._unsealed = []
         self._submit(stores)
         return tried > 0
@@ -747,8 +737,7 @@ class DiskScheduler:
             written = body if direct else None
             flight = self._begun(item, memory, held, (start, n_bytes), written, stale=stale)
             if self._envelope.plain and not known:  # last: every frame in this list gets sealed
-                frame = Unsealed(item.key, info, body, memory, start, seq)
-                self._unsealed.append((item, frame))
+                self._unsealed.append(flight)
             return flight
         except BaseException:
             self._store.abandon([Record(STORED, key, held)])

@@ -80,6 +80,7 @@ class Known:
             ranges of those frames can be read.
 
     Attributes:
+        used_bytes: Bytes of all known frames.
         fresh: Facts of frames that landed, or with a header read, until a catalog takes them out;
             None to keep none.
     """
@@ -95,15 +96,11 @@ class Known:
         self._flying: dict[bytes, bool] = {}
         self._deletions, self._forgotten = 0, 0
         self._gone: dict[bytes, int] = {}  # number of the last confirmed deletion, oldest first
-        self._used_bytes = self._reserved_bytes = 0
+        self.used_bytes = self._reserved_bytes = 0
         self.fresh: list[tuple[bytes, Fact]] | None = None
 
     def __len__(self) -> int:
         return len(self._facts)
-
-    def used_bytes(self) -> int:
-        """Return the bytes of all known frames."""
-        return self._used_bytes
 
     def get(self, key: bytes) -> Fact | None:
         """Return the fact about a key, or None."""
@@ -192,7 +189,7 @@ class Known:
     def reserve(self, n_bytes: int, capacity_bytes: int) -> bool:
         """Reserve room for a frame on its way; return whether there was enough."""
         with self._changed:
-            if self._used_bytes + self._reserved_bytes + n_bytes > capacity_bytes:
+            if self.used_bytes + self._reserved_bytes + n_bytes > capacity_bytes:
                 return False
             self._reserved_bytes += n_bytes
             return True
@@ -299,7 +296,7 @@ class Known:
         fact = self._facts.pop(key, None)
         self._heads.pop(key, None)
         if fact is not None:
-            self._used_bytes -= fact.n_bytes
+            self.used_bytes -= fact.n_bytes
         return fact is not None
 
     def _note(self, key: bytes) -> None:
@@ -315,7 +312,7 @@ class Known:
         before = self._facts.get(key)
         if before is None and len(self._facts) >= self._most:
             self._drop(next(iter(self._facts)))
-        self._used_bytes += fact.n_bytes - (before.n_bytes if before else 0)
+        self.used_bytes += fact.n_bytes - (before.n_bytes if before else 0)
         self._facts[key] = fact
 
 
@@ -673,7 +670,7 @@ class RemoteTier(Handle):
 
     def used_bytes(self) -> int:
         """Return the bytes of the frames that this process knows of."""
-        return self.known.used_bytes() if self._usable() else 0
+        return self.known.used_bytes if self._usable() else 0
 
     def frame_bytes(self, body_bytes: int) -> int:
         """Return an upper bound of the bytes of such a frame."""
