@@ -613,9 +613,10 @@ class Ledger:
 
     def pin(self, namespace: int, ids: Ids) -> Slots:
         """Pin the known leading blocks of a chain, and return their slots for `unpin`; nests."""
-        slots = self._known(namespace, ids)
-        self._pin(slots)
-        return slots
+        out = np.empty(len(ids), np.int64)
+        n = at.known_of(*self._index[:3], at.as_ids(ids), self._spaces[namespace], out)
+        self._pin(out[:n])
+        return out[:n]
 
     def unpin(self, now_ns: int, slots: Slots) -> Sequence[Move]:
         """End one `pin` of these slots.
@@ -691,10 +692,3 @@ class Ledger:
         if self._admission is not None:
             self._admission.access(chain)
         return chain, sources, hits
-
-    def _known(self, namespace: int, ids: Ids) -> Slots:
-        """Return the slots of the known leading blocks."""
-        out = np.empty(len(ids), np.int64)
-        space = self._spaces[namespace]
-        n = at.known_of(*self._index[:3], at.as_ids(ids), space, out)
-        return out[:n]

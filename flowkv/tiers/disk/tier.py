@@ -258,12 +258,6 @@ class KnownDigests:
             found = self._found.pop(key, None)
             self._bytes -= len(found.values) if found is not None else 0
 
-    def clear(self) -> None:
-        """Forget the digests of all frames."""
-        with self._lock:
-            self._found.clear()
-            self._bytes = 0
-
 
 class Stripes(Operations):
     """Operations of loads of stripes with known digests: one read each, without the header.
@@ -1268,7 +1262,7 @@ class DiskTier(Handle):
         try:
             with stating(problem, "Check the disk and erase again, or delete the directory"):
                 count = self._store.delete(keys)
-                self._conductor.known.clear()
+                self._conductor.known = KnownDigests()
                 while not self._threads and self._store.doomed and self._conductor.step(0.0):
                     pass  # no thread ends the loads that are under way
                 self._store.wipe(ERASE_S if self._threads else 0.0)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
-from flowkv.core.errors import ConfigError, StoreError
+from flowkv.core.errors import ConfigError, StoreError, stating
 from flowkv.core.files import drop_in_children, lock_byte
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
@@ -159,22 +159,18 @@ class SharedFile:
         self.owed: list[Row] = []
         # nothing to release yet
         self._let_go: weakref.finalize[..., object] = weakref.finalize(self, int)
+        remedy = "Give the tier fewer bytes, another directory, or remove that file"
         try:
-            end_s = time.monotonic() + patience_s
-            while not self._open(wanted, end_s):
-                pass
-            self._map()
-            self.seat = self._sit()
-            self.left = [row for row in self.writing() if row[1] == self.seat]
+            with stating(f"shared memory {path} cannot be used", remedy):
+                end_s = time.monotonic() + patience_s
+                while not self._open(wanted, end_s):
+                    pass
+                self._map()
+                self.seat = self._sit()
+                self.left = [row for row in self.writing() if row[1] == self.seat]
         except StoreError:
             self.close()
             raise
-        except OSError as error:
-            self.close()
-            raise StoreError(
-                f"shared memory {path} cannot be used ({error.strerror})",
-                "Give the tier fewer bytes, another directory, or remove that file",
-            ) from error
         drop_in_children(self, SharedFile._forget)
 
     # ---- opening
