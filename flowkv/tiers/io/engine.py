@@ -460,12 +460,7 @@ class FileIO:
 
     def make_directory(self, path: str) -> None:
         """Make a directory for this user only, and its parents; it may be there already."""
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        try:
-            os.mkdir(path, 0o700)
-        except FileExistsError:
-            if not os.path.isdir(path):
-                raise
+        os.makedirs(path, 0o700, exist_ok=True)
 
     def status(self, path: str) -> tuple[int, int]:
         """Return the owner (uid) and mode of the file that a path leads to."""

@@ -62,11 +62,10 @@ class MooncakeSession:
         """
         if n_bytes > self.arena.n_bytes:
             raise PermissionError(errno.EFBIG, "the frame is larger than the registered memory")
-        end_s = time.monotonic() + timeout_s
         with self._settled:
-            while (slot := self.arena.acquire(n_bytes)) is None:
-                if not self._settled.wait(max(0.0, end_s - time.monotonic())):
-                    raise TimeoutError("the registered memory is in use; raise buffer= in the URI")
+            slot = self._settled.wait_for(lambda: self.arena.acquire(n_bytes), timeout_s)
+        if slot is None:
+            raise TimeoutError("the registered memory is in use; raise buffer= in the URI")
         return slot
 
     def free(self, slot: ArenaSlot, ended: bool) -> None:
