@@ -487,7 +487,6 @@ if TYPE_CHECKING:
         Journal,
         Record,
         Slot,
-        WrittenFrame,
         newest,
         pack_page,
         pack_record,
@@ -499,13 +498,14 @@ if TYPE_CHECKING:
     from flowkv.tiers.disk.journal import PAGE_BYTES as journal_PAGE_BYTES
     from flowkv.tiers.disk.journal import Rows as journal_Rows
     from flowkv.tiers.disk.store import Index, open_journal, slot_granules
-    from flowkv.tiers.disk.tier import DiskScheduler, Unsealed, seal_all
+    from flowkv.tiers.disk.tier import DiskScheduler, Flight, seal_all
     from flowkv.tiers.envelope import FrameCipher, Integrity, Keyring, SealedFrame
     from flowkv.tiers.erasure_log import (
         MOST_KEYS,
         Erased,
         ErasureLog,
         ErasureLogs,
+        new_entry,
         realm_name,
     )
     from flowkv.tiers.frame import (

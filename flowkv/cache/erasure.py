@@ -24,7 +24,7 @@ from flowkv.core.errors import StoreError
 from flowkv.core.keys import ROOT
 from flowkv.observe.events import Forgotten
 from flowkv.tiers.base import FrameInfo, Tier
-from flowkv.tiers.erasure_log import MOST_KEYS, Erased, realm_name
+from flowkv.tiers.erasure_log import MOST_KEYS, Erased, new_entry, realm_name
 
 _ERASING_S = 0.1
 
@@ -230,7 +230,7 @@ def _erase(
     for number, log in store.stack.erasure_logs.items():
         try:
             if log.alone:
-                log.publish(*names, proven=number not in problems)
+                log.publish(new_entry(*names, proven=number not in problems))
         except StoreError as error:
             problems.setdefault(number, f"{store.stack.tiers[number].name}: {error.problem}")
     if problems:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from types import MappingProxyType
 
@@ -82,6 +83,17 @@ class StoreError(FlowKVError, OSError):
 
     def __str__(self) -> str:  # OSError formats two arguments as "[Errno ...]"
         return f"{self.problem}. {self.remedy}."
+
+
+@contextmanager
+def stating(problem: str, remedy: str) -> Iterator[None]:
+    """Raise a `StoreError`, with its cause, for an `OSError` of the context."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{problem} ({error.strerror or error})", remedy) from error
 
 
 class NonFiniteError(FlowKVError, ArithmeticError):

@@ -51,7 +51,7 @@ from flowkv.tiers.base import (
     Tier,
     TierAnswer,
 )
-from flowkv.tiers.worker import Completions, require_open
+from flowkv.tiers.worker import Completions, Handle
 
 _CORES = os.cpu_count() or 1
 ENCODERS, DECODERS = max(1, min(4, _CORES // 2)), min(4, _CORES)
@@ -317,7 +317,7 @@ class _Sent(NamedTuple):
     known: set[bytes]
 
 
-class CodecTier(OverTier):
+class CodecTier(Handle, OverTier):
     """Raw pages in coded form over another tier.
 
     Args:
@@ -330,10 +330,11 @@ class CodecTier(OverTier):
     """
 
     def __init__(self, inner: Tier, bases: PageBases, *, clock: Clock | None = None) -> None:
+        super().__init__(inner.name, Completions())
         self.inner, self.bases, self._clock = inner, bases, clock or SystemClock()
-        self.name, self.kind, self.capacity_bytes = inner.name, inner.kind, inner.capacity_bytes
+        self.kind, self.capacity_bytes = inner.kind, inner.capacity_bytes
         self.page_of: Callable[[bytes], int | None] = lambda key: None
-        self._answers, self._pid, self._namespace = Completions(), os.getpid(), _NOTHING
+        self._namespace = _NOTHING
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._sent = dict[int, _Sent]()
@@ -346,7 +347,7 @@ class CodecTier(OverTier):
         self._encoding = deque[tuple[_Asked, PageCoder, int | bytes]]()
         self._waiting = deque[tuple[_Asked, bytes, FrameInfo]]()
         self._coded = dict[bytes, int]()  # coded pages here, and their bytes
-        self._closed = self._over = False
+        self._over = False
         name = f"flowkv {inner.name} codec"  # loads never wait for stores
         self._encoders = ThreadPoolExecutor(ENCODERS, name)
         self._decoders = ThreadPoolExecutor(DECODERS, name)
@@ -534,14 +535,6 @@ class CodecTier(OverTier):
         self._store(plain, [one.item for one in plain])
         return job
 
-    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Return the answers that are ready; wait up to `timeout_s` for the first one."""
-        return self._answers.poll(timeout_s) if self._pid == os.getpid() else []
-
-    def fileno(self) -> int:
-        """Return an eventfd that is readable while answers wait."""
-        return self._answers.fileno()
-
     def cancel(self, job: int) -> None:
         """Answer the unanswered items of a job "cancelled", where that is possible."""
         with self._lock:
@@ -598,7 +591,7 @@ class CodecTier(OverTier):
         self._answers.close()
 
     def _begin(self, count: int, deadline_s: float) -> tuple[int, int, int]:
-        require_open(self.name, self._pid, not self._closed)
+        self._require_usable()
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
         if count:
             with self._lock:

@@ -298,13 +298,11 @@ class Ledger:
             self._land(now, k, slots[first:last], terms, flying)
 
     def _advance(self, now_ns: int) -> int:
-        """Advance the clock, never backwards, and expire leases; return the time."""
-        self._clock = now = max(now_ns, self._clock)
-        self._settle(now)
-        return now
+        """Advance the clock, never backwards, and return the time.
 
-    def _settle(self, now: int) -> None:
-        """Remove the blocks with expired leases; pinned ones leave with their last pin."""
+        Blocks with expired leases are removed; pinned ones leave with their last pin.
+        """
+        self._clock = now = max(now_ns, self._clock)
         for shelf in self._shelves:
             run_out = as_slots(shelf.policy.expired(now))
             if len(run_out):
@@ -313,6 +311,7 @@ class Ledger:
                 if n:
                     shelf.policy.remove(gone[:n])
                     self._moves.append(Move(gone[:n], shelf.number, -1))
+        return now
 
     def _relieve(self, now: int, k: int) -> None:
         """Evict the blocks that exceed quotas or the capacity of a place."""
@@ -459,23 +458,18 @@ class Ledger:
         return max(LEAST_GHOSTS, GHOSTS_PER_RESIDENT * int(self._state[at.RESIDENT]))
 
     def _flush(self) -> list[Move]:
-        """End a call, and return its moves."""
-        self._trim()
+        """End a call: forget the oldest ghosts, where they are too many, and return the moves."""
+        bound = self.ghost_bound
+        if self._state[at.GHOSTS] > bound:
+            bound -= bound // GHOSTS_AT_ONCE
+            out = np.empty(int(self._state[at.GHOSTS]) - bound, np.int64)
+            at.lay_ghosts(*self._index, bound, out)
+            for shelf in self._shelves:
+                shelf.policy.forget(out)
+            if self._admission is not None:
+                self._admission.forget(out)
         moves, self._moves = self._moves, []
         return moves
-
-    def _trim(self) -> None:
-        """Forget the oldest ghosts, where they are too many."""
-        bound = self.ghost_bound
-        if self._state[at.GHOSTS] <= bound:
-            return
-        bound -= bound // GHOSTS_AT_ONCE
-        out = np.empty(int(self._state[at.GHOSTS]) - bound, np.int64)
-        at.lay_ghosts(*self._index, bound, out)
-        for shelf in self._shelves:
-            shelf.policy.forget(out)
-        if self._admission is not None:
-            self._admission.forget(out)
 
     def namespace(self, name: bytes, generation: int = 0) -> int:
         """Return the number of a namespace: of a tenant, model, adapter, or all of them.
@@ -625,9 +619,10 @@ class Ledger:
 
     def pin(self, namespace: int, ids: Ids) -> Slots:
         """Pin the known leading blocks of a chain, and return their slots for `unpin`; nests."""
-        slots = self._known(namespace, ids)
-        self._pin(slots)
-        return slots
+        out = np.empty(len(ids), np.int64)
+        n = at.known_of(*self._index[:3], at.as_ids(ids), self._spaces[namespace], out)
+        self._pin(out[:n])
+        return out[:n]
 
     def unpin(self, now_ns: int, slots: Slots) -> Sequence[Move]:
         """End one `pin` of these slots.
@@ -705,10 +700,3 @@ class Ledger:
         if self._admission is not None:
             self._admission.access(chain)
         return chain, sources, hits
-
-    def _known(self, namespace: int, ids: Ids) -> Slots:
-        """Return the slots of the known leading blocks."""
-        out = np.empty(len(ids), np.int64)
-        space = self._spaces[namespace]
-        n = at.known_of(*self._index[:3], at.as_ids(ids), space, out)
-        return out[:n]

@@ -37,7 +37,7 @@ from flowkv.residency.keyed import KeyedPolicy
 from flowkv.residency.places import open_tiers, policy_of
 from flowkv.tiers import Entry, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.base import UNBOUNDED, listed
-from flowkv.tiers.erasure_log import MOST_KEYS, Erased, ErasureLogs
+from flowkv.tiers.erasure_log import MOST_KEYS, Erased, ErasureLogs, new_entry
 from flowkv.tiers.worker import Completions
 
 _log = logging.getLogger("flowkv")
@@ -116,6 +116,7 @@ class _Level:
         incoming_bytes: Most bytes that the stores under way will take.
         scanned_s: Time of the last scan for frames of other writers.
         local: Whether look-ups in the tier are fast.
+        bounded: Whether the tier has a capacity, so that frames may have to be evicted.
         number: Number of the tier, from the fastest on.
         sweeps: Scans of a remote tier for erased frames under way; look-ups miss meanwhile.
         pump: The thread that fetches the tier's answers.
@@ -129,12 +130,8 @@ class _Level:
         self.left, self.hit_bytes = Counter[int](), Counter[int]()
         self.incoming_bytes, self.scanned_s = 0, -_RESCAN_S
         self.local, self.sweeps = tier.kind != "remote", 0
+        self.bounded = tier.capacity_bytes < UNBOUNDED
         self.pump: threading.Thread | None = None
-
-    @property
-    def bounded(self) -> bool:
-        """Return whether the tier has a capacity, so that frames may have to be evicted."""
-        return self.tier.capacity_bytes < UNBOUNDED
 
     def excess_bytes(self, need: int) -> int:
         """Return the bytes to evict before `need` more bytes fit."""
@@ -394,7 +391,7 @@ class Keeper(Closing):
             for log in (log for log in self.logs.values() if log.alone):
                 try:
                     for at in range(0, len(keys), MOST_KEYS):
-                        log.publish(keys[at : at + MOST_KEYS], proven=proven)
+                        log.publish(new_entry(keys[at : at + MOST_KEYS], proven=proven))
                 except StoreError as error:
                     errors.append(error)
             self._news += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -88,7 +87,7 @@ def make_envelope(config: Config, loads: Rates | None = None) -> Envelope:
         from flowkv.tiers.lossless import Lossless
 
         if config.lossless == "on":  # compressed at any speed of the decoder
-            lossless = Lossless(lambda: 1.0, decode_bytes_per_s=lambda: math.inf)
+            lossless = Lossless(lambda: 1.0, decode_bytes_per_s=lambda: inf)
         else:
             lossless = Lossless(lambda: rates.bytes_per_s)
     return Envelope(integrity=config.integrity, keyring=keyring, lossless=lossless)

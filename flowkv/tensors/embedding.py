@@ -432,7 +432,7 @@ class EmbeddingTable(Closing):
         self._engine.submit(operations)
         left, failed = len(blocks), 0
         while left:
-            done = self._engine.wait(_READ_S, least=1)
+            done = self._engine.wait(_READ_S)
             if not len(done):
                 self._open = False  # the staging memory may still be written to
                 raise StoreError(f"{self._folder} does not answer", "Attach again once it does")

@@ -221,9 +221,7 @@ def compile_frames() -> None:
 
 def check_known(rows: Sequence[tuple[int, ...]]) -> list[int]:
     """Call `check_frames` for rows with headers that were checked before; return the reasons."""
-    reasons, fields = np.empty(len(rows), np.uint8), np.zeros((len(rows), FIXED_BYTES), np.uint8)
-    check_all(checks_of(rows), fields, reasons, np.empty(PIECE_BYTES, np.uint8))
-    return reasons.tolist()
+    return check_frames(checks_of(rows), np.zeros((len(rows), FIXED_BYTES), np.uint8)).tolist()
 
 
 # Seal many plain frames: copy and digest their bodies in the same pass.

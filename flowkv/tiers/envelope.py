@@ -260,13 +260,10 @@ class Envelope:
         if self.integrity == "aead":
             header = Header(key, info, bytes(stripes * DIGEST_BYTES), generation, AES_256_GCM)
             return self._encrypt(header, view, packed)
-        header = describe(key, info, view, generation, known)
-        if packed is None:
-            head = pack_header(header)
-            return SealedFrame(head, [view], len(head) + len(view), header)
-        header = header._replace(sizes=packed.sizes)
+        sizes, data = packed or (b"", view)
+        header = describe(key, info, view, generation, known)._replace(sizes=sizes)
         head = pack_header(header)
-        return SealedFrame(head, [packed.data], len(head) + len(packed.data), header)
+        return SealedFrame(head, [data], len(head) + len(data), header)
 
     def head(self, data: Buffer, key: bytes, *, generation: int | None = None) -> Header:
         """Check and parse the header of a frame. `data` begins with it and may be longer.

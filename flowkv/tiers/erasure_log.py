@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from flowkv.core.errors import StoreError
+from flowkv.core.errors import StoreError, stating
 from flowkv.core.files import MALFORMED, drop_in_children, lock_byte, open_descriptor
 from flowkv.tiers.base import Entry, FrameInfo, Tier
 
@@ -109,25 +109,27 @@ def realm_name(tenant: bytes | None, namespace: bytes | None) -> bytes:
     return hashlib.sha256(b"flowkv.realm/1" + b"".join(said)).digest()[:REALM_NAME_BYTES]
 
 
-class _Entries(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    version: int
-    entries: tuple[Erased, ...]
-
-
 def new_entry(
     keys: Iterable[bytes] = (),
     below: Iterable[bytes] = (),
     realms: Iterable[bytes] = (),
     proven: bool = True,
 ) -> Erased:
-    """Return a new entry of a log with the names of these frames."""
+    """Return a new entry of a log with the names of these frames.
+
+    Args:
+        keys: Keys of pages that were erased with all their descendants.
+        below: Keys of pages with only their descendants erased.
+        realms: Names of tenants and models.
+        proven: Whether the place of the log holds none of the frames any more.
+    """
     own, ends = (frozenset(key[:KEY_NAME_BYTES] for key in some) for some in (keys, below))
     return Erased(os.urandom(16), own, ends, frozenset(realms), proven)
 
 
 def pack_entries(entries: Iterable[Erased]) -> bytes:
     """Return the bytes of entries, with a digest."""
-    body = msgspec.msgpack.encode(_Entries(_VERSION, tuple(entries)))
+    body = msgspec.msgpack.encode((_VERSION, tuple(entries)))
     return xxhash.xxh3_64_digest(body) + body
 
 
@@ -136,10 +138,10 @@ def unpack_entries(data: bytes) -> dict[bytes, Erased] | None:
     try:
         if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
             return None
-        found = msgspec.msgpack.decode(data[8:], type=_Entries)
+        version, entries = msgspec.msgpack.decode(data[8:], type=tuple[int, tuple[Erased, ...]])
     except MALFORMED:
         return None
-    return {entry.lot: entry for entry in found.entries} if found.version == _VERSION else None
+    return {entry.lot: entry for entry in entries} if version == _VERSION else None
 
 
 def joined(parts: Sequence[Erased]) -> Erased:
@@ -252,38 +254,20 @@ class ErasureLog:
             self.alone = False
             self._release()
 
-    def publish(
-        self,
-        keys: Iterable[bytes] = (),
-        below: Iterable[bytes] = (),
-        realms: Iterable[bytes] = (),
-        *,
-        proven: bool = True,
-    ) -> None:
+    def publish(self, entry: Erased) -> None:
         """Record erased frames; other caches find them at their next look. Call within `erasing`.
-
-        Args:
-            keys: Keys of pages that were erased with all their descendants.
-            below: Keys of pages with only their descendants erased.
-            realms: Names of tenants and models.
-            proven: Whether the place holds none of the frames any more.
 
         Raises:
             StoreError: The log cannot be written.
         """
-        entry = new_entry(keys, below, realms, proven)
         entries = [*(self._entries() or {}).values(), entry]
         while len(data := _framed(entries)) > FILE_BYTES:
             if len(entries) == 1:
                 raise StoreError(f"{len(data)} bytes of names", "Erase whole realms instead")
             del entries[0]
-        try:
+        with stating(f"{self.path} cannot be written", "Mend that file system"):
             os.pwrite(self._fd, data, 0)
-            self._own.add(entry.lot)  # the news still has those of others
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} cannot be written ({error.strerror})", "Mend that file system"
-            ) from error
+        self._own.add(entry.lot)  # the news still has those of others
 
     def close(self) -> None:
         """Close the file and drop its locks."""

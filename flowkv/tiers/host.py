@@ -35,57 +35,11 @@ from flowkv.tiers.frame import (
     verify_stripes,
 )
 from flowkv.tiers.slots import Bytes, SlotPool
-from flowkv.tiers.worker import Completions, require_open
+from flowkv.tiers.worker import Completions, Handle
 
-# Base of tiers that answer during the call, as memory can.
+# Answers that memory can give during the call.
 
 Wish = TypeVar("Wish", Load, Store)
-
-
-class Immediate:
-    """Base of tiers with jobs that `submit_*` answers at once, so that no poll waits.
-
-    Args:
-        name: Shown in statistics.
-        clock: Source of time.
-    """
-
-    def __init__(self, name: str, clock: Clock) -> None:
-        self.name, self._clock = name, clock
-        self._answers, self._closed, self._pid = Completions(), False, os.getpid()
-
-    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Copy frames into their targets and verify them.
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        return self._run(items, deadline_s)
-
-    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Copy bodies into the tier.
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        return self._run(items, deadline_s)
-
-    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
-        """Return the answers that were not polled yet."""
-        return self._answers.poll(timeout_s) if self._pid == os.getpid() else []
-
-    def fileno(self) -> int:
-        """Return an eventfd that is readable while answers wait."""
-        return self._answers.fileno()
-
-    def cancel(self, job: int) -> None:
-        """Do nothing: all items were answered when they were submitted."""
-
-    def _usable(self) -> bool:
-        return not self._closed and self._pid == os.getpid()
-
-    def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
-        raise NotImplementedError
 
 
 def failed(key: bytes, reason: str) -> TierAnswer:
@@ -156,7 +110,7 @@ class KeptFrame(NamedTuple):
     charge: int
 
 
-class HostTier(Immediate):
+class HostTier(Handle):
     """Copies of frames in RAM, bounded in bytes; every load is checked against the digests.
 
     Small jobs are answered during their submission. Larger ones are shared among threads, so that
@@ -186,20 +140,21 @@ class HostTier(Immediate):
     ) -> None:
         if capacity_bytes < 1:
             raise ConfigError(f"a host tier has {capacity_bytes} bytes", "Give it a few pages")
-        super().__init__(name, clock or SystemClock())
+        super().__init__(name, Completions())
+        self._clock = clock or SystemClock()
         self.capacity_bytes, self.corrupt = capacity_bytes, 0
         self._lock, self._apart = threading.Lock(), ThreadPoolExecutor(THREADS, f"flowkv {name}")
         self._waiting: dict[int, int] = {}  # remaining shares of each job not cancelled
         self.slots = SlotPool(capacity_bytes)
         self._frames: dict[bytes, KeptFrame] = {}
-        self._used_bytes = self._claimed_bytes = 0  # both include stores under way
+        self._used_bytes = self._claimed_bytes = 0  # of frames here, and of stores under way
 
     def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Run small jobs at once, and share large ones among threads; unread bytes do not count.
 
         A body that is a slot stays there, and known digests are not made.
         """
-        require_open(self.name, self._pid, not self._closed)
+        self._require_usable()
         if not items:
             return self._answers.new_job()
         stores, wishes = isinstance(items[0], Store), cast(Sequence[Any], items)
@@ -272,7 +227,7 @@ class HostTier(Immediate):
 
     def used_bytes(self) -> int:
         """Return the bytes of all frames, with the overhead charged for their objects."""
-        return self._used_bytes - self._claimed_bytes
+        return self._used_bytes
 
     def frame_bytes(self, body_bytes: int) -> int:
         """Return an upper bound of the bytes charged for such a frame."""
@@ -425,7 +380,6 @@ class HostTier(Immediate):
             self._keep(items, claimed, found)
         except BaseException as error:
             with self._lock:
-                self._used_bytes -= sum(claimed.values())
                 self._claimed_bytes -= sum(claimed.values())
             if isinstance(error, MemoryError):
                 return [found.get(n) or failed(one.key, "memory") for n, one in enumerate(items)]
@@ -450,10 +404,9 @@ class HostTier(Immediate):
             with self._lock:
                 if key in self._frames:
                     found[number] = TierAnswer(0, 0, key, Outcome.STORED, "", None, 0)
-                elif self._used_bytes + charge > self.capacity_bytes:
+                elif self._used_bytes + self._claimed_bytes + charge > self.capacity_bytes:
                     found[number] = failed(key, "full")
                 else:
-                    self._used_bytes += charge
                     self._claimed_bytes += charge
                     claimed[number] = charge
         return found
@@ -476,9 +429,9 @@ class HostTier(Immediate):
                 del claimed[number]
                 if not self._closed and key not in self._frames:
                     self._frames[key] = frame
+                    self._used_bytes += frame.charge
                     self.slots.kept_bytes += kept_bytes
                 else:
-                    self._used_bytes -= frame.charge
                     n_bytes = 0
             found[number] = TierAnswer(0, 0, key, Outcome.STORED, "", None, n_bytes)
 

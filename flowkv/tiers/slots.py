@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowkv.core.memory import address_of, own_memory, populate
+from flowkv.core.reaper import begin
 from flowkv.tiers.io.engine import PAGE_BYTES, Extents
 
 Bytes = NDArray[np.uint8]
@@ -52,7 +53,8 @@ class SlotPool:
         self._last: _Chunk | None = None  # the chunk that had room last
         self._book = _Book()
         self._lock = threading.Lock()
-        self._ahead: _Making | None = None
+        self._ahead: threading.Thread | None = None
+        self._coming = SimpleQueue[_Chunk | None]()  # its chunks, and None at its end
 
     @property
     def pinned(self) -> bool:
@@ -140,9 +142,8 @@ class SlotPool:
             self._book.closed = True
             self._book.ended.clear()  # each slot holds the memory of its chunk
             self._chunks, self._last, self._made_bytes, self._free_bytes = [], None, 0, 0
-            ahead, self._ahead = self._ahead, None
+            ahead, self._ahead, self._coming = self._ahead, None, SimpleQueue()
         if ahead is not None:
-            ahead.over = True
             ahead.join()
 
     def _find(self, count: int, n_bytes: int, pinned: bool) -> list[Bytes]:
@@ -210,7 +211,7 @@ class SlotPool:
         if ahead is None:
             return None
         try:  # a thread that has ended put all that it made; in a forked child it may lack the end
-            chunk = ahead.made.get(wait and ahead.is_alive())
+            chunk = self._coming.get(wait and ahead.is_alive())
         except Empty:
             chunk, wait = None, wait or not ahead.is_alive()
             if not wait:
@@ -236,13 +237,22 @@ class SlotPool:
                 sizes.append(size)
                 self._ahead_bytes += size
             if sizes:  # else all memory is made
-                making = _Making(self._make, sizes)
-                with suppress(RuntimeError):  # no thread can start: chunks are made when needed
-                    making.start()
-                    self._ahead = making
+                made = self._coming = SimpleQueue[_Chunk | None]()
+                self._ahead = begin(self._make_all, sizes, made, name="flowkv memory")
         finally:
-            if self._ahead is None:
+            if self._ahead is None:  # no thread can start: chunks are made when needed
                 self._ahead_bytes = 0
+
+    def _make_all(self, sizes: list[int], made: SimpleQueue[_Chunk | None]) -> None:
+        """Make chunks until the pool is closed; runs in a thread of its own."""
+        try:
+            for size in sizes:
+                chunk = None if self._book.closed else self._make(size)
+                if chunk is None:
+                    return
+                made.put(chunk)
+        finally:
+            made.put(None)
 
 
 class _Chunk:
@@ -297,27 +307,3 @@ def _end(slot: Any, address_of: Any = ctypes.addressof, fill: Any = ctypes.memse
         book.wiped.discard(address)
     if not book.closed:
         book.ended.append((slot.chunk, address, len(slot)))
-
-
-class _Making(threading.Thread):
-    """Thread that makes chunks.
-
-    Attributes:
-        made: Finished chunks, and None at the end.
-        over: Whether to make no more.
-    """
-
-    def __init__(self, make: Callable[[int], _Chunk | None], sizes: list[int]) -> None:
-        super().__init__(name="flowkv memory", daemon=True)
-        self.made: SimpleQueue[_Chunk | None] = SimpleQueue()
-        self.over, self._make, self._sizes = False, make, sizes
-
-    def run(self) -> None:
-        try:
-            for size in self._sizes:
-                chunk = None if self.over else self._make(size)
-                if chunk is None:
-                    return
-                self.made.put(chunk)
-        finally:
-            self.made.put(None)

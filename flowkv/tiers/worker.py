@@ -28,45 +28,22 @@ from flowkv.core.memory import HUGE_BYTES, own_memory
 from flowkv.core.reaper import begin
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, TierAnswer
 
-
-def require_open(
-    name: str, pid: int, is_open: bool, remedy: str = "Open another one, here"
-) -> None:
-    """Refuse a call of a tier that is of no use.
-
-    Args:
-        name: Name of the tier.
-        pid: Process that opened it.
-        is_open: Whether it was not closed.
-        remedy: Remedy that the error names.
-
-    Raises:
-        StateError: The tier is closed, or was opened before a fork.
-    """
-    here = pid == os.getpid()
-    if not (is_open and here):
-        why = "is closed" if here else "was opened before a fork"
-        raise StateError(f"tier {name!r} {why}", remedy)
-
-
 # Answers of a tier until they are polled.
 
 
 class Completions:
-    """Thread-safe queue of answers, with a file descriptor for event loops."""
+    """Thread-safe queue of answers, with a file descriptor for event loops.
+
+    Attributes:
+        new_job: Returns the next job number, from 1.
+    """
 
     def __init__(self) -> None:
         self._ready: deque[TierAnswer] = deque()
         self._changed = threading.Condition()
         self._event_fd = -1
         self._closed = False
-        self._jobs = 0
-
-    def new_job(self) -> int:
-        """Return the next job number, from 1."""
-        with self._changed:
-            self._jobs += 1
-            return self._jobs
+        self.new_job = itertools.count(1).__next__
 
     def post(self, answers: Iterable[TierAnswer]) -> None:
         """Add answers and wake the threads that poll."""
@@ -107,6 +84,65 @@ class Completions:
                 os.close(self._event_fd)
                 self._event_fd = -1
 
+
+# Base of tiers.
+
+
+class Handle:
+    """Base of tiers: their answers, for the process that opened them, until they are closed.
+
+    Args:
+        name: Shown in statistics.
+        answers: The answers, until they are polled.
+    """
+
+    _remedy = "Open another one, here"
+
+    def __init__(self, name: str, answers: Completions) -> None:
+        self.name, self._answers = name, answers
+        self._closed, self._pid = False, os.getpid()
+
+    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
+        """Start reading frames into their targets; return a job number.
+
+        Raises:
+            StateError: The tier is closed, or was opened before a fork.
+        """
+        return self._run(items, deadline_s)
+
+    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
+        """Start writing frames; return a job number.
+
+        Raises:
+            StateError: The tier is closed, or was opened before a fork.
+        """
+        return self._run(items, deadline_s)
+
+    def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
+        """Return the answers that are ready; wait up to `timeout_s` for the first one."""
+        return self._answers.poll(timeout_s) if self._pid == os.getpid() else []
+
+    def fileno(self) -> int:
+        """Return an eventfd that is readable while answers wait; -1 once closed.
+
+        Only `poll` notices a passed deadline, so call it by then, even if the descriptor is not
+        readable.
+        """
+        return self._answers.fileno()
+
+    def _usable(self) -> bool:
+        return not self._closed and self._pid == os.getpid()
+
+    def _require_usable(self) -> None:
+        if not self._usable():
+            why = "is closed" if self._pid == os.getpid() else "was opened before a fork"
+            raise StateError(f"tier {self.name!r} {why}", self._remedy)
+
+    def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+        raise NotImplementedError
+
+
+# Requests on their way.
 
 _FOREVER_S = 1e9
 _NOTHING = memoryview(b"")
@@ -327,16 +363,9 @@ class RequestQueue:
             if self._closed:
                 self.answer(item, Outcome.FAILED, "closed")
 
-    def answer(
-        self,
-        item: Item,
-        outcome: Outcome,
-        reason: str = "",
-        info: FrameInfo | None = None,
-        n_bytes: int = 0,
-    ) -> None:
+    def answer(self, item: Item, outcome: Outcome, reason: str = "") -> None:
         """Answer an item, unless it has an answer."""
-        self.answer_all([ItemAnswer(item, outcome, reason, info, n_bytes)])
+        self.answer_all([ItemAnswer(item, outcome, reason)])
 
     def answer_all(self, answers: Iterable[ItemAnswer]) -> None:
         """Answer those items that have no answer yet."""
@@ -489,12 +518,6 @@ class Workers(RequestQueue):
         with self._changed:
             return sum(hand.staging.n_bytes for hand in self._hands if hand.overdue)
 
-    @property
-    def overdue(self) -> int:
-        """Return the number of threads stuck with items that were answered without them."""
-        with self._changed:
-            return sum(hand.overdue for hand in self._hands)
-
     def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Queue the items of a job; return its number."""
         job = super().submit(wishes, deadline_s)
@@ -514,7 +537,8 @@ class Workers(RequestQueue):
         for item in self.given_up():
             if item.done is not None and item.done.reason == "deadline" and item.hand is not None:
                 with self._changed:
-                    spare = not self.closing and self.overdue < self._spares
+                    stuck = sum(hand.overdue for hand in self._hands)
+                    spare = not self.closing and stuck < self._spares
                     item.hand.overdue |= spare and item.hand.item is item
                 if self._late is not None:
                     self._late(item)

@@ -25,7 +25,7 @@ from tests.cache.toy import (
     settle,
 )
 from tests.cache.toy import simple as one_group
-from tests.inside import ErasureLog, StoreError, drop, mover
+from tests.inside import ErasureLog, StoreError, drop, mover, new_entry
 
 P, Q, R = [1] * 24, [2] * 24, [3] * 24
 
@@ -260,7 +260,7 @@ def test_a_load_that_is_under_way_is_not_followed_by_later_ones(tmp_path: Path) 
     keys = list(frames.frames)
     writer.forget(P)
     with other.erasing():
-        other.publish(keys)
+        other.publish(new_entry(keys))
     published(writer, P)
     writer.flush()
     new = b.prefetch(P)
@@ -350,7 +350,7 @@ def test_a_store_that_ends_late_is_taken_back(tmp_path: Path) -> None:
     assert tier.waiting == 3
     (first, *_) = b.planner.store.index
     with other.erasing():
-        other.publish(keys=[first.key])
+        other.publish(new_entry([first.key]))
     assert reused(b, P) == 0
     tier.work()
     b.planner.store.writes.drain()

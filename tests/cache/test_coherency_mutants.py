@@ -31,6 +31,7 @@ from tests.inside import (
     TierStack,
     erasure,
     erasure_log,
+    new_entry,
 )
 
 Patch = pytest.MonkeyPatch
@@ -433,7 +434,7 @@ KEYS = [bytes([n]) * 32 for n in range(1, 12)]
 
 def told(log: ErasureLog, keys: list[bytes], **names: Any) -> None:
     with log.erasing():
-        log.publish(keys, **names)
+        log.publish(new_entry(keys, **names))
 
 
 def log_of_many(world: World) -> None:
@@ -542,12 +543,9 @@ def news_of(*fields: str) -> Callable[[ErasureLog], Erased]:
     return less
 
 
-def publishing(**less: Any) -> Callable[..., None]:
-    def said(
-        log: ErasureLog, keys: Any = (), below: Any = (), realms: Any = (), **how: Any
-    ) -> None:
-        names = {"keys": keys, "below": below, "realms": realms} | less
-        publish(log, **names, **how)
+def publishing(*less: str) -> Callable[..., None]:
+    def said(log: ErasureLog, entry: Erased) -> None:
+        publish(log, msgspec.structs.replace(entry, **dict.fromkeys(less, frozenset())))
 
     return said
 
@@ -599,9 +597,9 @@ replaces(
     both_forget,
     said="his_own_hide_those_of_others",
 )
-replaces(ErasureLog, "publish", publishing(keys=()), forgotten, said="names_no_keys")
-replaces(ErasureLog, "publish", publishing(below=()), what_goes_on, said="names_nothing_below")
-replaces(ErasureLog, "publish", publishing(realms=()), invalidated, said="names_no_realms")
+replaces(ErasureLog, "publish", publishing("keys"), forgotten, said="names_no_keys")
+replaces(ErasureLog, "publish", publishing("below"), what_goes_on, said="names_nothing_below")
+replaces(ErasureLog, "publish", publishing("realms"), invalidated, said="names_no_realms")
 replaces(ErasureLog, "publish", lambda *_, **__: None, forgotten, said="tells_nobody")
 
 

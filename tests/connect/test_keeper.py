@@ -42,6 +42,7 @@ from tests.inside import (
     StateError,
     StoreError,
     Tenants,
+    new_entry,
     realm_name,
     tenant_salt,
 )
@@ -548,7 +549,7 @@ def test_a_tenant_that_was_erased_leaves_every_tier(two: tuple[Caller, Caller]) 
     wait_for(lambda: all(in_memory(reader, ["a", "b"])))
     log = ErasureLog(owner.keeper.levels[1].tier.erasure_log)
     with log.erasing():
-        log.publish(realms=[realm_name(key_of("alice"), None)])
+        log.publish(new_entry(realms=[realm_name(key_of("alice"), None)]))
     assert in_memory(reader, ["a", "b"]) == [True, True]
     assert reader.contains([key_of("a"), key_of("b")])[0] is True  # the directory was not erased
     assert in_memory(reader, ["a", "b"]) == [False, True]
@@ -561,7 +562,7 @@ def test_an_owner_erases_what_a_reader_could_not(two: tuple[Caller, Caller], pro
     stored(owner, ["a"])
     log = ErasureLog(owner.keeper.levels[1].tier.erasure_log)
     with log.erasing():
-        log.publish([key_of("a")], proven=proven)
+        log.publish(new_entry([key_of("a")], proven=proven))
     assert owner.lookup([key_of("a")], "r") == [False]
     assert hits(owner, ["a"]) == 0
     log.close()
@@ -587,7 +588,7 @@ def test_what_was_under_way_when_it_was_erased_does_not_come_back(tmp_path: Path
     assert held.wait(60)
     log = ErasureLog(disk.erasure_log)
     with log.erasing():
-        log.publish([key_of("a")], proven=False)
+        log.publish(new_entry([key_of("a")], proven=False))
     assert caller.lookup([key_of("a")], "r") == [False]
     go.set()
     (answer,) = answers(caller, job, 1)
@@ -616,7 +617,7 @@ def test_nothing_is_stored_by_who_does_not_know_what_was_erased(
     monkeypatch.setattr(owner.keeper, "_hear", lambda: None)  # it comes just afterwards
     with log.erasing():
         put(owner, ["a"])
-        log.publish([key_of("a")])
+        log.publish(new_entry([key_of("a")]))
     put(owner, ["a"])
     log.close()
     assert owner.keeper.levels[1].tier.contains([key_of("a")]) == [False]

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from tests.connect.test_vllm import HIT, MISS, TransferJob, chain, door, request, spec, weights
-from tests.inside import BasisFile, ConfigError, ErasureLog, PageCoder, RowForm, save_basis
+from tests.inside import (
+    BasisFile,
+    ConfigError,
+    ErasureLog,
+    PageCoder,
+    RowForm,
+    new_entry,
+    save_basis,
+)
 from tests.kvt.pages import Source, group, layout, learner, page
 from tests.kvt.test_rows import row_of
 
@@ -250,7 +258,7 @@ def test_what_another_process_erases_leaves_memory(
     assert len(tier.bases.recent) == CHUNKS
     log = ErasureLog(tier.erasure_log)
     with log.erasing():
-        log.publish([rows.tier._name(KEYS[2])])
+        log.publish(new_entry([rows.tier._name(KEYS[2])]))
     context = request("r", KEYS)
     assert [rows.tier.lookup(key, context) is HIT for key in KEYS[:3]] == [True, True, False]
     assert not tier.bases.recent

@@ -54,9 +54,9 @@ class FilesEngine:
                 result = self._do(op, fd, offset, address, length)
             self._reports.post([(tag, result)])
 
-    def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
-        """Completions that are there; waits up to `timeout_s` for the first `least` of them."""
-        return self._reports.reap(timeout_s, least)
+    def wait(self, timeout_s: float = 0.0) -> Completions:
+        """Completions that are there; waits up to `timeout_s` for the first one."""
+        return self._reports.reap(timeout_s)
 
     def cancel(self, tags: NDArray[np.uint64]) -> None:
         """Comes too late: everything submitted is done."""

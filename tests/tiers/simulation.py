@@ -428,7 +428,7 @@ class SimulatedEngine:
             due = NEVER_NS if self.chance.random() < self.hang else now + late
             self._pending.append((due, row))
 
-    def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
+    def wait(self, timeout_s: float = 0.0) -> Completions:
         """Does what is due; never waits, because time stands still meanwhile."""
         now = self.clock.now_ns()
         ready = [row for due, row in self._pending if due <= now]

@@ -174,7 +174,7 @@ def test_F5_a_directory_that_goes_while_its_tier_is_closed(
         tier = tier_over(FastFiles(), tmp_path, SMALL, threads=0)
         tier.bind(bytes(32), "model")
         looks = iter([True] * left)
-        monkeypatch.setattr(tier._store._home, "holds", lambda looks=looks: next(looks, False))
+        monkeypatch.setattr(tier._store.home, "holds", lambda looks=looks: next(looks, False))
         tier.close()
 
 

@@ -21,9 +21,9 @@ from flowkv.tiers.disk import DiskTier
 from tests.inside import (
     FileIO,
     Keyring,
+    Record,
     StoreError,
     Superblock,
-    WrittenFrame,
     inspect,
     repair,
     scrub,
@@ -519,7 +519,7 @@ def test_a_lost_lock_is_noticed_in_the_middle_of_a_store(tmp_path: Path) -> None
     stored(tier, ["a"])
     store, commit = tier._store, tier._store.commit
 
-    def late(batch: Sequence[WrittenFrame], claim: Callable[[], Iterable[object]]) -> None:
+    def late(batch: Sequence[Record], claim: Callable[[], Iterable[object]]) -> None:
         (tmp_path / "lock").unlink()
         second = another(tmp_path)
         assert not second.writable and second.contains([key_of("a")]) == [True]

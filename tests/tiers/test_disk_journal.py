@@ -63,8 +63,12 @@ def read_new(journal: Journal) -> list[Record]:
     return records_of(journal.read_new())
 
 
+def opened(files: FileIO, path: str, *, write: bool) -> Journal:
+    return Journal(files, path, STORE, write=write, capacity_bytes=1 << 62)
+
+
 def journal_of(path: Path, files: FileIO | None = None, *, write: bool = True) -> Journal:
-    return Journal(files or FileIO(), str(path / "journal"), STORE, write=write)
+    return opened(files or FileIO(), str(path / "journal"), write=write)
 
 
 def fill(journal: Journal, count: int) -> list[Record]:
@@ -209,7 +213,7 @@ def test_an_append_that_fails(tmp_path: Path) -> None:
 def half_full(space: int, *, count: int = 40) -> tuple[MemoryFiles, Journal, list[Record]]:
     """A journal of one page, behind which there is room for so many; its next append fails."""
     files = MemoryFiles()
-    journal = Journal(files, PATH, STORE, write=True)
+    journal = opened(files, PATH, write=True)
     read_new(journal)
     kept = fill(journal, 5)
     files.space = files.used() + space
@@ -227,7 +231,7 @@ def test_nothing_stays_of_an_append_that_failed(space: int) -> None:
     later = [record(journal.next_seq(), name=n, slot=n) for n in range(3)]
     journal.append(later)
     journal.close()
-    again = Journal(files, PATH, STORE, write=False)
+    again = opened(files, PATH, write=False)
     assert read_new(again) == [*kept, *later]
     assert again.bad_pages == 0
 
@@ -238,7 +242,7 @@ def test_nothing_stays_where_no_append_follows(space: int) -> None:
     journal.repair()
     journal.repair()
     journal.close()
-    again = Journal(files, PATH, STORE, write=False)
+    again = opened(files, PATH, write=False)
     assert read_new(again) == kept
     assert again.bad_pages == 0
 
@@ -251,7 +255,7 @@ def test_what_was_to_be_kept_is_written_when_it_can_be() -> None:
     files.space = 1 << 40
     journal.repair()
     journal.close()
-    assert read_new(Journal(files, PATH, STORE, write=False)) == [*kept, *gone]
+    assert read_new(opened(files, PATH, write=False)) == [*kept, *gone]
 
 
 def test_an_append_counts_once_what_failed_before_is_gone() -> None:
@@ -266,17 +270,17 @@ def test_an_append_counts_once_what_failed_before_is_gone() -> None:
             journal.append([record(journal.next_seq())])
     later = fill(journal, 1)
     journal.close()
-    assert read_new(Journal(files, PATH, STORE, write=False)) == [*kept, *later]
+    assert read_new(opened(files, PATH, write=False)) == [*kept, *later]
 
 
 def test_a_reader_sees_that_records_were_taken_back() -> None:
     files, journal, kept = half_full(1)
-    reader = Journal(files, PATH, STORE, write=False)
+    reader = opened(files, PATH, write=False)
     assert len(read_new(reader)) > len(kept)
     assert not reader.rewound()
     later = fill(journal, 3)
     assert reader.rewound() and not reader.replaced()
-    again = Journal(files, PATH, STORE, write=False)
+    again = opened(files, PATH, write=False)
     assert read_new(again) == kept + later
     files.space = 1 << 40
     for _ in range(60):
@@ -300,7 +304,7 @@ def test_records_are_read_in_the_order_of_their_numbers(seed: int, count: int) -
     fd = files.open(PATH, write=True)
     for number, page in enumerate(pages):
         files.write(fd, [pack_page(number, STORE, map(pack_record, page))], number * PAGE_BYTES)
-    journal = Journal(files, PATH, STORE, write=True)
+    journal = opened(files, PATH, write=True)
     assert read_new(journal) == records
     assert journal.next_seq() == count + 1
 
@@ -311,7 +315,7 @@ def test_numbers_are_above_those_of_records_that_another_version_reads() -> None
     strange = Record(STORED, other.key, other.held._replace(integrity=99))
     fd = files.open(PATH, write=True)
     files.write(fd, [pack_page(0, STORE, map(pack_record, (strange, ours)))], 0)
-    journal = Journal(files, PATH, STORE, write=True)
+    journal = opened(files, PATH, write=True)
     assert read_new(journal) == [ours]
     assert journal.next_seq() == 501
 
@@ -328,7 +332,7 @@ def test_bytes_are_those_of_the_first_version() -> None:
     assert hashlib.sha256(data).hexdigest() == FIRST_VERSION
     fd = files.open(PATH, write=True)
     files.write(fd, [data], 0)
-    rows = Journal(files, PATH, STORE, write=True).read_new()
+    rows = opened(files, PATH, write=True).read_new()
     index = Index()
     index.rebuild(rows[newest(rows)])
     there = {held.slot.number: (key, held.seq) for key, held in index.items()}

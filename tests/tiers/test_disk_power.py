@@ -36,9 +36,9 @@ POINTS_PER_RUN = 100
 class Together(FilesEngine):
     """Says nothing until somebody waits: then all that was asked for is done at once."""
 
-    def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
+    def wait(self, timeout_s: float = 0.0) -> Completions:
         waits = timeout_s > 0
-        return super().wait(timeout_s, least=least) if waits else np.empty(0, COMPLETION)
+        return super().wait(timeout_s) if waits else np.empty(0, COMPLETION)
 
 
 class Machine:

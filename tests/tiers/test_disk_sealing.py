@@ -10,7 +10,18 @@ import pytest
 
 from flowkv.tiers import Envelope, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from tests.inside import Arena, ArenaSlot, DiskScheduler, Unsealed, header_bytes, seal_all, transfer
+from tests.inside import (
+    Arena,
+    ArenaSlot,
+    DiskScheduler,
+    Flight,
+    Held,
+    Item,
+    Slot,
+    header_bytes,
+    seal_all,
+    transfer,
+)
 
 from .frames import answers, hits, info_of, key_of, outcomes, stored
 
@@ -26,8 +37,10 @@ def sealed(arena: Arena, least: int, monkeypatch: pytest.MonkeyPatch) -> list[by
         assert memory is not None
         memory.view[:] = b"\xee" * memory.n_bytes
         body = memoryview(random.Random(number).randbytes(size + 3))[3:]  # at an odd address
-        frame = Unsealed(key_of(number), info_of(step), body, memory, start, 1000 + number)
-        frames.append(frame)
+        item = Item(0, 0, Store(key_of(number), info_of(step), body), (0, 0))
+        held = Held(1000 + number, Slot(1, 0), stripes, info_of(step), start + size)
+        frames.append(Flight(item, held, None))
+        frames[-1].memory = memory
     seal_all(frames)
     data = [bytes(frame.memory.view) for frame in frames]
     for frame in frames:
@@ -50,7 +63,7 @@ def test_what_cannot_be_sealed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tier = DiskTier(tmp_path, 1 << 20, threads=0)
     used = tier.used_bytes()
 
-    def none_left(frames: list[Unsealed]) -> None:
+    def none_left(frames: list[Flight]) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:

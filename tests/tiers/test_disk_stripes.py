@@ -214,10 +214,10 @@ def test_what_goes_wrong_with_some_stripes_costs_nobody_else_anything(
     class Held(Counted):
         hold = False
 
-        def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Any:
+        def wait(self, timeout_s: float = 0.0) -> Any:
             if self.hold:
                 return np.empty((0, 2), np.int64)
-            return super().wait(timeout_s, least=least)
+            return super().wait(timeout_s)
 
     engine = Held()
     tier = filled(tmp_path, "abcd", engine=engine, threads=0)

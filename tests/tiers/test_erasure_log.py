@@ -24,6 +24,7 @@ from tests.inside import (
     ErasureLogs,
     StoreError,
     erasure_log,
+    new_entry,
     realm_name,
 )
 
@@ -38,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 def tell(log: ErasureLog, *keys: bytes, **names: object) -> None:
     with log.erasing():
-        log.publish(keys, **names)  # type: ignore[arg-type]
+        log.publish(new_entry(keys, **names))  # type: ignore[arg-type]
 
 
 def heard(log: ErasureLog) -> Erased:
@@ -383,7 +384,7 @@ def test_who_was_killed_while_he_noted_something_hides_nothing(path: Path) -> No
         held.enter_context(mine.erasing())
         before = os.pwrite
         os.pwrite = lambda fd, data, at: before(fd, data[:-9], at)
-        mine.publish(KEYS)
+        mine.publish(new_entry(KEYS))
         return held
 
     with process(work):

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from flowkv.core.errors import StoreError
+from flowkv.core.errors import StoreError, stating
 from flowkv.core.geometry import FIDELITIES
 from flowkv.tiers.disk.home import ERASED, Superblock, owned, read_superblock
 from flowkv.tiers.disk.journal import RECORD_BYTES, Held, Journal, Slot, in_order, newest, sensible
@@ -27,7 +27,7 @@ from flowkv.tiers.disk.store import (
     rows_in_slots,
 )
 from flowkv.tiers.envelope import Envelope, Keyring
-from flowkv.tiers.erasure_log import MOST_KEYS, ErasureLog, realm_name
+from flowkv.tiers.erasure_log import MOST_KEYS, ErasureLog, new_entry, realm_name
 from flowkv.tiers.frame import AES_256_GCM, BadFrame
 from flowkv.tiers.io.engine import FileIO
 
@@ -252,10 +252,8 @@ def known_superblock(path: Path) -> Superblock:
 
 
 def _superblock(path: Path) -> Superblock:
-    try:
+    with _stating(path):
         superblock = read_superblock(FileIO(), path)
-    except OSError as error:
-        raise unreadable(path, error) from error
     if superblock is None:
         raise StoreError(
             f"there is no readable store in {path}",
@@ -274,39 +272,35 @@ def reading(
         StoreError: The files cannot be read.
     """
     files, journal = FileIO(), None
-    slabs, index = Slabs(files, path), Index()
+    slabs, index = Slabs(files, path, files.open), Index()
     try:
-        try:
-            journal = open_journal(files, path, superblock, write=False)
-            rows = journal.read_new()
-            index.rebuild(rows[newest(rows)])
-        except FileNotFoundError:
-            pass
-        sound = journal is not None and not journal.lost
-        if not sound:
-            index.rebuild(rows_in_slots(slabs, envelope))
-        yield slabs, index, journal if sound or not len(index) else None
-    except (OSError, MemoryError) as error:
-        raise unreadable(path, error) from error
+        with _stating(path):
+            with suppress(FileNotFoundError):
+                journal = open_journal(files, path, superblock, write=False)
+                rows = journal.read_new()
+                index.rebuild(rows[newest(rows)])
+            sound = journal is not None and not journal.lost
+            if not sound:
+                index.rebuild(rows_in_slots(slabs, envelope))
+            yield slabs, index, journal if sound or not len(index) else None
     finally:
         slabs.close()
         if journal is not None:
             journal.close()
 
 
-def unreadable(path: Path, error: OSError | MemoryError) -> StoreError:
-    """Return the error for files of a store that cannot be read or written."""
-    if isinstance(error, MemoryError):
-        return StoreError(
+@contextmanager
+def _stating(path: Path) -> Iterator[None]:
+    """Raise a `StoreError` for files of a store that cannot be read or written in the context."""
+    remedy = "Check that the directory is there and belongs to this user"
+    try:
+        with stating(f"the store in {path} cannot be read", remedy):
+            yield
+    except MemoryError as error:
+        raise StoreError(
             f"there is no memory to read the store in {path}",
             "Free memory, or raise its limit (ulimit -v)",
-        )
-    if isinstance(error, StoreError):
-        return error
-    return StoreError(
-        f"the store in {path} cannot be read ({error.strerror})",
-        "Check that the directory is there and belongs to this user",
-    )
+        ) from error
 
 
 def by_namespace(frames: list[Held]) -> dict[str, FrameShare]:
@@ -333,12 +327,10 @@ def _shares(frames: list[Held], name: Callable[[Held], str]) -> dict[str, FrameS
 
 def _disk_bytes(path: Path) -> int:
     blocks = 0
-    try:
+    with _stating(path):
         for each in [path, *path.iterdir()]:
             with suppress(FileNotFoundError):  # the owner just replaced it
                 blocks += os.stat(each, follow_symlinks=False).st_blocks
-    except OSError as error:
-        raise unreadable(path, error) from error
     return blocks * 512
 
 
@@ -394,7 +386,8 @@ def repair(
     superblock = known_superblock(path)
     check = Check(keyring, superblock.capacity_bytes)
     with _mended(directory, superblock, check.envelope) as (store, recovered):
-        frames, slabs = store.entries(), Slabs(FileIO(), store.path)
+        frames, files = store.entries(), FileIO()
+        slabs = Slabs(files, store.path, files.open)
         suspects = check.suspects(slabs, frames, progress)
         for key, held in suspects:
             store.condemn(key, held)
@@ -437,9 +430,10 @@ def drop(
             store.delete([key for key, held in entries if held.info.namespace in doomed])
             store.wipe(0.0)
             for at in range(0, len(doomed), MOST_KEYS // 2):  # for caches that read here
-                log.publish(realms=[realm_name(None, one) for one in doomed[at:][: MOST_KEYS // 2]])
-        store.unbind(doomed)
-        if aside := store.aside():
+                part = doomed[at:][: MOST_KEYS // 2]
+                log.publish(new_entry(realms=[realm_name(None, one) for one in part]))
+        store.home.unbind(doomed)
+        if aside := store.home.aside():
             raise StoreError(
                 f"the frames are erased, but {path / aside[0]} holds a store of another format",
                 "Delete that directory",
@@ -490,13 +484,10 @@ def _mended(
         os.fspath(directory), superblock.capacity_bytes, exclusive=True, envelope=envelope
     )
     try:
-        recovered = _mend(store.path, superblock, envelope)
-        store.open()
-        yield store, recovered
-    except StoreError:
-        raise
-    except (OSError, MemoryError) as error:
-        raise unreadable(store.path, error) from error
+        with _stating(store.path):
+            recovered = _mend(store.path, superblock, envelope)
+            store.open()
+            yield store, recovered
     finally:
         store.close()
 
@@ -509,7 +500,7 @@ def _mend(path: Path, superblock: Superblock, envelope: Envelope) -> int:
     """
     files = FileIO()
     journal = open_journal(files, path, superblock, write=True)
-    slabs = Slabs(files, path)
+    slabs = Slabs(files, path, files.open)
     try:
         said = journal.read_new()
         known = len(newest(said))

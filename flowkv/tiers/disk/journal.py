@@ -133,13 +133,6 @@ class Record(NamedTuple):
     held: Held
 
 
-class WrittenFrame(NamedTuple):
-    """Frame in its slot, or on its way there, that is not yet in the journal."""
-
-    key: bytes
-    held: Held
-
-
 def pack_record(record: Record) -> bytes:
     """Return the 224 bytes of a record."""
     op, key, (seq, slot, stripes, info, stored_bytes, integrity, lossless) = record
@@ -339,13 +332,7 @@ class Journal:
     """
 
     def __init__(
-        self,
-        files: FileIO,
-        path: str,
-        store_id: bytes,
-        *,
-        write: bool,
-        capacity_bytes: int = UNBOUNDED,
+        self, files: FileIO, path: str, store_id: bytes, *, write: bool, capacity_bytes: int
     ) -> None:
         self.count = self.bad_pages = self.sound_pages = 0
         self._files, self._path, self._store_id, self._write = files, path, store_id, write

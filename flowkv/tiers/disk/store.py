@@ -30,7 +30,7 @@ from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.memory import own_memory
 from flowkv.tiers.base import Load
-from flowkv.tiers.disk.home import JOURNAL, Home, Superblock, owner_of, write_superblock
+from flowkv.tiers.disk.home import JOURNAL, Home, Superblock, write_superblock
 from flowkv.tiers.disk.journal import (
     CHARGE_BYTES,
     DELETED,
@@ -43,7 +43,6 @@ from flowkv.tiers.disk.journal import (
     Record,
     Rows,
     Slot,
-    WrittenFrame,
     charge_bytes,
     in_order,
     newest,
@@ -68,41 +67,6 @@ from flowkv.tiers.io.engine import FileIO, read_fully, wipe, write_fully, zeros
 LEAST_BYTES = 256 << 10
 _FIXED_BYTES = 48 << 10
 """Superblock, lock, erasure log, directory, unfinished journal pages, their copies."""
-
-
-class DirectoryQuota:
-    """Byte budget of one directory.
-
-    Args:
-        capacity_bytes: Most bytes that it may occupy, everything included.
-
-    Attributes:
-        capacity_bytes: The same.
-        garbage: Most dead records in the journal.
-        reserved_bytes: Bytes for managing frames, even without any frame.
-
-    Raises:
-        ConfigError: The capacity is too small.
-    """
-
-    def __init__(self, capacity_bytes: int) -> None:
-        if capacity_bytes < LEAST_BYTES:
-            raise ConfigError(
-                f"a disk tier has {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES} bytes"
-            )
-        self.capacity_bytes = capacity_bytes
-        self.garbage = min(max(capacity_bytes >> 16, 64), 1 << 18)
-        reserve = (capacity_bytes >> 9) + min(capacity_bytes >> 4, 1 << 19)
-        self.reserved_bytes = _FIXED_BYTES + reserve + self.garbage * CHARGE_BYTES
-
-    def overhead_bytes(self, frames: int) -> int:
-        """Return the bytes that so many frames take beside their slots."""
-        # Every frame may be in the journal twice: a compaction writes a second record.
-        return self.reserved_bytes + 2 * CHARGE_BYTES * frames
-
-    def slots_bytes(self, frames: int) -> int:
-        """Return the bytes left for the slots of so many frames."""
-        return self.capacity_bytes - self.overhead_bytes(frames)
 
 
 # Refusals of stores.
@@ -238,28 +202,25 @@ class Slabs:
     Args:
         files: File operations.
         directory: Directory of the slab files.
+        open_file: Opens a slab file, for reading or writing.
         ahead_bytes: Bytes by which a file grows at a time; 0 for a reader, which changes nothing.
-        open_file: Opens a slab file, for reading or writing; default as `files` does.
 
     Attributes:
         allocated_bytes: Bytes of slots that may have blocks on the disk.
         free_bytes: Bytes of those slots that are free.
+        pinned: Number of pins of each slot that is being read.
+        doomed: Slots of deleted frames that are still being read, to be freed when unpinned.
     """
 
     def __init__(
-        self,
-        files: FileIO,
-        directory: Path,
-        *,
-        ahead_bytes: int = 0,
-        open_file: Callable[..., int] | None = None,
+        self, files: FileIO, directory: Path, open_file: Callable[..., int], ahead_bytes: int = 0
     ) -> None:
         self.allocated_bytes = self.free_bytes = 0
         self._files, self._directory, self._ahead_bytes = files, directory, ahead_bytes
-        self._open_file = open_file or files.open
+        self._open_file = open_file
         self._slabs: dict[int, _SlabFile] = {}
-        self._pins: Counter[Slot] = Counter()
-        self._doomed: set[Slot] = set()  # to be freed when unpinned
+        self.pinned: Counter[Slot] = Counter()
+        self.doomed: set[Slot] = set()
         self._named: dict[Slot, None] = {}  # stale slots with a frame's name in the first page
         self._damaged: set[Slot] = set()  # quarantined, and still holding bytes
         self._can_punch = True
@@ -345,8 +306,8 @@ class Slabs:
 
     def give_back(self, slot: Slot) -> None:
         """Free a slot, once no load reads it any more."""
-        if self._pins[slot] > 0:
-            self._doomed.add(slot)
+        if self.pinned[slot] > 0:
+            self.doomed.add(slot)
             return
         self._named[slot] = None
         self._slab(slot.granules).free[slot.number] = None
@@ -361,25 +322,20 @@ class Slabs:
 
     def pin(self, slot: Slot) -> None:
         """Keep a slot from being reused."""
-        self._pins[slot] += 1
+        self.pinned[slot] += 1
 
     def unpin(self, slot: Slot) -> None:
         """End one `pin`; after the last one, free the slot of a deleted frame."""
-        self._pins[slot] -= 1
-        if self._pins[slot] <= 0:
-            del self._pins[slot]
-            if slot in self._doomed:
-                self._doomed.discard(slot)
+        self.pinned[slot] -= 1
+        if self.pinned[slot] <= 0:
+            del self.pinned[slot]
+            if slot in self.doomed:
+                self.doomed.discard(slot)
                 self.give_back(slot)
 
     def read(self, slot: Slot, target: memoryview) -> int:
         """Read the beginning of a slot; return the number of bytes read."""
         return read_fully(self._files, self.fd(slot), target, slot.offset)
-
-    @property
-    def pinned(self) -> bool:
-        """Return whether any slot is being read."""
-        return bool(self._pins)
 
     def there(self, granules: int) -> bool:
         """Return whether the file of a size is still at its path."""
@@ -407,11 +363,6 @@ class Slabs:
         self._reclaim(self.allocated_bytes - budget_bytes, 0)
 
     # --- leftovers of deleted frames ---------------------------------------------------------
-
-    @property
-    def doomed(self) -> int:
-        """Return the number of slots of deleted frames that are still being read."""
-        return len(self._doomed)
 
     def to_blank(self, most: int) -> list[Slot]:
         """Take some stale slots that still name a frame, out of use until `blanked`."""
@@ -749,6 +700,9 @@ class DiskStore:
         envelope: Checks frames, for a lost journal.
 
     Attributes:
+        path: Path of the directory.
+        home: The directory and its locks.
+        reserved_bytes: Bytes charged for managing frames, even without any frame.
         owner: Whether this object may write; it may lose that, and a reader may become the owner.
         shared: Whether another process wrote here while it was open, or may.
         corrupt: Frames found damaged so far.
@@ -769,7 +723,14 @@ class DiskStore:
         files: FileIO | None = None,
         envelope: Envelope | None = None,
     ) -> None:
-        self.corrupt, self.locked, self._quota = 0, 0, DirectoryQuota(capacity_bytes)
+        if capacity_bytes < LEAST_BYTES:
+            raise ConfigError(
+                f"a disk tier has {capacity_bytes} bytes", f"Give it at least {LEAST_BYTES} bytes"
+            )
+        self.corrupt, self.locked, self._capacity_bytes = 0, 0, capacity_bytes
+        self._garbage = min(max(capacity_bytes >> 16, 64), 1 << 18)  # most dead records
+        reserve = (capacity_bytes >> 9) + min(capacity_bytes >> 4, 1 << 19)
+        self.reserved_bytes = _FIXED_BYTES + reserve + self._garbage * CHARGE_BYTES
         self._files, self._durable = files or FileIO(), durable
         self._envelope = envelope or Envelope()
         self._lock = threading.RLock()
@@ -780,11 +741,11 @@ class DiskStore:
         self._bound: dict[bytes, str] = {}
         self._robbed = False  # whether slab files that were open here are gone, perhaps with frames
         self._freed = False  # whether the journal has deletions that the device may not have
-        self._home = Home(self._files, directory, capacity_bytes, exclusive=exclusive)
-        self.owner = self._home.owner
+        self.home = Home(self._files, directory, capacity_bytes, exclusive=exclusive)
+        self.path, self.owner = self.home.path, self.home.owner
         self.shared = not self.owner
-        self._open_file: Callable[..., int] | None = None
-        self._slabs = Slabs(self._files, self._home.path)
+        self._open_file: Callable[..., int] = self._files.open
+        self._slabs = Slabs(self._files, self.path, self._open_file)
         self._journal: Journal | None = None
 
     def open(self, open_file: Callable[..., int] | None = None) -> None:
@@ -796,7 +757,7 @@ class DiskStore:
         Raises:
             StoreError: It cannot be read.
         """
-        self._open_file = open_file
+        self._open_file = open_file or self._files.open
         try:
             if self.owner:
                 self._recover()
@@ -812,31 +773,10 @@ class DiskStore:
                 "Check the disk, or choose another directory",
             ) from error
 
-    @property
-    def path(self) -> Path:
-        """Return the path of the directory."""
-        return self._home.path
-
-    @property
-    def obstacle(self) -> str:
-        """Return why this object may not write, for a reason other than another owner."""
-        return self._home.obstacle
-
-    @property
-    def owned_by(self) -> str:
-        """Return a phrase that names the owner of the directory, as far as it is known here."""
-        return owner_of(self.path)
-
     def used_bytes(self) -> int:
         """Return the bytes charged for frames and for managing them, reserves included."""
         with self._lock:
-            overhead = self._quota.overhead_bytes(self._frames())
-            return overhead + self._slabs.allocated_bytes - self._slabs.free_bytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return the bytes that are charged without any frame."""
-        return self._quota.reserved_bytes
+            return self._overhead_bytes() + self._slabs.allocated_bytes - self._slabs.free_bytes
 
     def no_room(self, n_bytes: int) -> str:
         """Return why the file system can take no frame; "" if it can, or frames may be evicted."""
@@ -930,7 +870,7 @@ class DiskStore:
                 self._index.pop(key)
                 if self._leads():
                     self._slabs.quarantine(held.slot)
-                    self._note_deleted([(key, held)])
+                    self._note_deleted([Record(DELETED, key, held)])
             return True
 
     # --- stores --------------------------------------------------------------------------------
@@ -967,11 +907,11 @@ class DiskStore:
         """
         with self._lock:
             granules = slot_granules(header_bytes, n_bytes - header_bytes)
-            if found := self._slabs.take(granules, self._quota.slots_bytes(self._frames())):
+            if found := self._slabs.take(granules, self._slots_bytes()):
                 return found
             raise Refused("full")
 
-    def to_sync(self, batch: Iterable[WrittenFrame]) -> list[int]:
+    def to_sync(self, batch: Iterable[Record]) -> list[int]:
         """Return the files to sync before a batch counts; an empty list unless durable.
 
         Raises:
@@ -993,7 +933,7 @@ class DiskStore:
                 self._freed = False
             return files
 
-    def commit(self, batch: Sequence[WrittenFrame], claim: Callable[[], Iterable[object]]) -> None:
+    def commit(self, batch: Sequence[Record], claim: Callable[[], Iterable[object]]) -> None:
         """Publish written frames: append them to the journal and the index.
 
         Args:
@@ -1011,8 +951,8 @@ class DiskStore:
                 if not self._leads({written.held.slot.granules for written in batch}):
                     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
                 assert self._journal is not None
-                self._compact(self._quota.garbage)
-                self._journal.append([Record(STORED, *written) for written in batch])
+                self._compact(self._garbage)
+                self._journal.append(batch)
                 late = list(batch)  # all of them if the device fails
                 try:
                     if self._durable:
@@ -1031,11 +971,11 @@ class DiskStore:
             self.abandon(batch)
             raise
 
-    def abandon(self, batch: Iterable[WrittenFrame]) -> None:
+    def abandon(self, batch: Iterable[Record]) -> None:
         """Free the slots of written frames that shall not count."""
         with self._lock:
             self._freed = True  # an append that failed may have recorded them
-            for key, held in batch:
+            for _, key, held in batch:
                 now = self._index.get(key)
                 if now is None or now.seq != held.seq or not self.delete([key]):
                     self._slabs.give_back(held.slot)
@@ -1049,17 +989,17 @@ class DiskStore:
         with self._lock:
             if not self._leads(()):
                 return 0
-            gone = [(key, held) for key in keys if (held := self._index.pop(key))]
+            gone = [Record(DELETED, key, held) for key in keys if (held := self._index.pop(key))]
             if gone:
                 self._note_deleted(gone)
-            for _, held in gone:
-                self._slabs.give_back(held.slot)
+            for one in gone:
+                self._slabs.give_back(one.held.slot)
             return len(gone)
 
     @property
-    def doomed(self) -> int:
-        """Return the number of slots of deleted frames that are still being read."""
-        return self._slabs.doomed
+    def doomed(self) -> bool:
+        """Return whether slots of deleted frames are still being read."""
+        return bool(self._slabs.doomed)
 
     def wipe(self, wait_s: float) -> None:
         """Erase the bytes of all slots without a frame, of earlier deletions and damage too.
@@ -1080,10 +1020,6 @@ class DiskStore:
                     self._journal.repair()
                 self._journal.sync()
 
-    def aside(self) -> list[str]:
-        """Return the stores of other formats in the directory, which this object cannot read."""
-        return self._home.aside()
-
     def tidy(self) -> bool:
         """Do a little deferred work; return whether there may be more.
 
@@ -1096,7 +1032,7 @@ class DiskStore:
                 if self._journal is None or not self._leads():
                     return False
                 with contextlib.suppress(OSError):
-                    self._compact(self._quota.garbage // 4)
+                    self._compact(self._garbage // 4)
                 slots = self._slabs.to_blank(_BLANKED_AT_ONCE)
             with contextlib.suppress(OSError):  # the journal has the deletions too
                 for slot in slots:
@@ -1122,10 +1058,10 @@ class DiskStore:
                 self._index.clear()
                 if self._quiet:  # its slab files may be of another store
                     self._slabs = self._new_slabs()
-                superblock = self._home.superblock or self._home.look_again()
+                superblock = self.home.superblock or self.home.look_again()
                 if superblock is None:
                     return
-                path = self._home.path
+                path = self.path
                 self._journal = open_journal(self._files, path, superblock, write=False)
             self._index.apply(self._journal.read_new())
 
@@ -1157,7 +1093,7 @@ class DiskStore:
                     self._note_bound()
                 self._drop_journal()
             self._slabs.close()
-            self._home.close()
+            self.home.close()
             self.owner, self._closed = False, True
             self._bound = {}
             self._index.clear()
@@ -1167,28 +1103,19 @@ class DiskStore:
     def bind(self, namespace: bytes, name: str) -> None:
         """Record that a cache uses a namespace from now on."""
         with self._lock:
-            self._bound[namespace] = self._home.title = name
+            self._bound[namespace] = self.home.title = name
             _stores.add(self)
             self._note_bound()
 
     def in_use(self, namespace: bytes) -> bool:
         """Return whether a cache of this process uses a namespace, or another one did lately."""
         bound = any(namespace in store._bound for store in list(_stores))
-        return bound or self._home.in_use(namespace)
-
-    def unbind(self, namespaces: Iterable[bytes]) -> None:
-        """Remove the records of namespaces.
-
-        Raises:
-            OSError: The change could not be written.
-        """
-        with self._lock:
-            self._home.unbind(namespaces)
+        return bound or self.home.in_use(namespace)
 
     def _note_bound(self) -> None:
         if self._bound and self._leads():
             with contextlib.suppress(OSError):  # a full disk: their frames may be evicted too early
-                self._home.name(self._bound)
+                self.home.name(self._bound)
 
     # --- ownership of the directory --------------------------------------------------------------
 
@@ -1202,7 +1129,7 @@ class DiskStore:
         """
         journal = self._journal
         if self.owner and journal is not None:
-            there = self._home.holds()
+            there = self.home.holds()
             if there and sizes is not None:
                 there = not journal.replaced() and all(map(self._slabs.there, sizes))
             if not there:
@@ -1226,10 +1153,10 @@ class DiskStore:
                 with contextlib.suppress(OSError):
                     self._journal.repair()
                 self._yield()
-            while self._home.owner and (left_s := end_s - time.monotonic()) > 0:
+            while self.home.owner and (left_s := end_s - time.monotonic()) > 0:
                 self._unpinned.wait(min(left_s, _LOOK_S))
                 self._let_go()
-            return not self._home.owner
+            return not self.home.owner
 
     def _yield(self) -> None:
         self.owner, self.shared = False, True
@@ -1238,12 +1165,12 @@ class DiskStore:
 
     def _let_go(self) -> None:
         """Release the directory once no operation under way can still write to it."""
-        if not self.owner and self._home.owner and self._quiet:
-            self._home.close()
+        if not self.owner and self.home.owner and self._quiet:
+            self.home.close()
 
     def _take_over(self) -> bool:
         """Become the owner if there is none, and nothing is being read."""
-        if self._closed or not self._quiet or not self._home.take_over(self._quota.capacity_bytes):
+        if self._closed or not self._quiet or not self.home.take_over(self._capacity_bytes):
             return False
         self._drop_journal()
         self.owner = True
@@ -1252,7 +1179,7 @@ class DiskStore:
         except (OSError, StoreError):
             self.owner = False
             self._drop_journal()
-            self._home.close()
+            self.home.close()
         self._note_bound()
         return self.owner
 
@@ -1262,45 +1189,50 @@ class DiskStore:
             self._journal = None
 
     def _new_slabs(self) -> Slabs:
-        ahead_bytes = min(1 << 24, self._quota.capacity_bytes >> 4) if self.owner else 0
+        ahead_bytes = min(1 << 24, self._capacity_bytes >> 4) if self.owner else 0
         self._robbed = self._robbed or not self._slabs.intact()
         self._slabs.close()
-        path, open_file = self._home.path, self._open_file
-        return Slabs(self._files, path, ahead_bytes=ahead_bytes, open_file=open_file)
+        return Slabs(self._files, self.path, self._open_file, ahead_bytes)
 
-    def _frames(self) -> int:
-        return len(self._index) + len(self._busy)
+    def _overhead_bytes(self) -> int:
+        """Return the bytes that all frames take beside their slots."""
+        # Every frame may be in the journal twice: a compaction writes a second record.
+        return self.reserved_bytes + 2 * CHARGE_BYTES * (len(self._index) + len(self._busy))
 
-    def _note_deleted(self, gone: Iterable[tuple[bytes, Held]]) -> None:
+    def _slots_bytes(self) -> int:
+        """Return the bytes left for the slots."""
+        return self._capacity_bytes - self._overhead_bytes()
+
+    def _note_deleted(self, gone: Iterable[Record]) -> None:
         # If this cannot be written now, it will be with the next record; until then a crash would
         # bring the frames back, unless their slots were reused, which the journal records.
         assert self._journal is not None
         self._freed = True
         with contextlib.suppress(OSError):
-            self._compact(self._quota.garbage)
+            self._compact(self._garbage)
         with contextlib.suppress(OSError):
             seq = self._journal.next_seq
             self._journal.append(
-                [Record(DELETED, key, held._replace(seq=seq())) for key, held in gone], keep=True
+                [Record(DELETED, key, held._replace(seq=seq())) for _, key, held in gone], keep=True
             )
 
     def _compact(self, garbage: int) -> None:
         # With more garbage than the quota charges, there is no time to wait for the device.
         assert self._journal is not None
         if self._journal.count > len(self._index) + garbage:
-            wait = self._durable or garbage < self._quota.garbage
+            wait = self._durable or garbage < self._garbage
             self._journal.rewrite(self._index.lines(), durable=wait)
 
     def _recover(self) -> None:
-        superblock = self._home.superblock
+        superblock = self.home.superblock
         assert superblock is not None
         self._slabs = self._new_slabs()
-        self._journal = open_journal(self._files, self._home.path, superblock, write=True)
+        self._journal = open_journal(self._files, self.home.path, superblock, write=True)
         rows = recover(self._slabs, self._journal, self._index, self._envelope)
-        excess = self.used_bytes() - self._quota.capacity_bytes
+        excess = self.used_bytes() - self._capacity_bytes
         if excess > 0:  # opened with a smaller capacity than before
             self.delete(self._index.oldest(excess))
-        self._slabs.trim(self._quota.slots_bytes(self._frames()))
+        self._slabs.trim(self._slots_bytes())
         # data that a killed process left to the operating system is promised anew
         if self._durable:
             self._slabs.sync(self._slabs.sizes())

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
@@ -25,12 +24,12 @@ import numpy as np
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.config import format_size
-from flowkv.core.errors import ConfigError, FlowKVError, StoreError
+from flowkv.core.errors import ConfigError, FlowKVError, StoreError, stating
 from flowkv.core.memory import address_of
 from flowkv.core.reaper import REAPER, begin
-from flowkv.tiers.base import Entry, FrameInfo, Load, Outcome, Store, TierAnswer
-from flowkv.tiers.disk.home import ERASED
-from flowkv.tiers.disk.journal import Held, Slot, WrittenFrame, charge_bytes
+from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
+from flowkv.tiers.disk.home import ERASED, owner_of
+from flowkv.tiers.disk.journal import STORED, Held, Record, Slot, charge_bytes
 from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import (
@@ -61,7 +60,7 @@ from flowkv.tiers.io.engine import (
     IOEngine,
     reason_of,
 )
-from flowkv.tiers.worker import Item, ItemAnswer, RequestQueue, require_open
+from flowkv.tiers.worker import Handle, Item, ItemAnswer, RequestQueue
 
 # The work of one item between the queue and its answer: operations on the disk, and their memory.
 
@@ -168,9 +167,9 @@ class Flight(Operations):
         return ItemAnswer(self.item, Outcome.HIT, "", self.held.info, self.n_bytes, bytes(its))
 
     @property
-    def written(self) -> WrittenFrame:
+    def written(self) -> Record:
         """Return the key and index entry of the frame, for the store."""
-        return WrittenFrame(self.item.key, self.held)
+        return Record(STORED, self.item.key, self.held)
 
 
 def plain(held: Held) -> bool:
@@ -234,7 +233,7 @@ class KnownDigests:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._bytes = 0
         self._found: dict[bytes, Digests] = {}
         self.find = self._found.get
@@ -247,26 +246,17 @@ class KnownDigests:
         """Remember the digests of a frame that was read with its header, or is being stored."""
         values = bytearray(digests)
         with self._lock:
-            self._drop(key)
+            self.invalidate(key)
             self._found[key] = Digests(seq, values, address_of(memoryview(values)))
             self._bytes += len(values)
             while self._bytes > KNOWN_BYTES:
-                self._drop(next(iter(self._found)))
+                self.invalidate(next(iter(self._found)))
 
     def invalidate(self, key: bytes) -> None:
         """Forget the digests of a frame, so that its header is read again."""
         with self._lock:
-            self._drop(key)
-
-    def clear(self) -> None:
-        """Forget the digests of all frames."""
-        with self._lock:
-            self._found.clear()
-            self._bytes = 0
-
-    def _drop(self, key: bytes) -> None:
-        found = self._found.pop(key, None)
-        self._bytes -= len(found.values) if found is not None else 0
+            found = self._found.pop(key, None)
+            self._bytes -= len(found.values) if found is not None else 0
 
 
 class Stripes(Operations):
@@ -342,34 +332,27 @@ def _open_compiled(flights: Sequence[Flight]) -> list[str]:
 # are those of the copies in staging memory, even if another thread writes to the body.
 
 
-class Unsealed(NamedTuple):
-    """Frame to be sealed into its slot: `memory` begins with the header, the body follows."""
-
-    key: bytes
-    info: FrameInfo
-    body: memoryview
-    memory: ArenaSlot
-    header_bytes: int
-    seq: int
-
-
-def seal_all(frames: list[Unsealed]) -> None:
-    """Write headers and bodies to their memory; descriptions and lengths were checked before."""
-    if sum(frame.body.nbytes for frame in frames) < COMPILED_BYTES:
-        for key, info, body, memory, start, seq in frames:
+def seal_all(flights: Sequence[Flight]) -> None:
+    """Write headers and claimed bodies to the memory of stores, which were checked before."""
+    compiled = sum(one.item.n_bytes for one in flights) >= COMPILED_BYTES
+    rows = list[tuple[int, ...]]()
+    for flight in flights:
+        held, memory, body = flight.held, flight.memory, flight.item.memory
+        assert body is not None  # the item is claimed
+        start, what = held.header_bytes, (flight.item.key, held.info)
+        if compiled:
+            blank = bytes(DIGEST_BYTES * held.stripes)
+            memory.view[:start] = lay_out(Header(*what, blank, held.seq))
+            span = address_of(body), memory.address + start, held.info.stripe_bytes, held.stripes
+            rows.append((memory.address, start, *span))
+        else:
             copy = memory.view[start : start + body.nbytes]
             copy[:] = body
-            memory.view[:start] = pack_header(describe(key, info, copy, seq))
-        return
-    from flowkv.tiers.digest import SEAL, seal_frames
+            memory.view[:start] = pack_header(describe(*what, copy, held.seq))
+    if compiled:
+        from flowkv.tiers.digest import SEAL, seal_frames
 
-    rows = []
-    for key, info, body, memory, start, seq in frames:
-        stripes, address = body.nbytes // info.stripe_bytes, memory.address
-        header = Header(key, info, bytes(DIGEST_BYTES * stripes), seq)
-        memory.view[:start] = lay_out(header)
-        rows.append((address, start, address_of(body), address + start, info.stripe_bytes, stripes))
-    seal_frames(np.array(rows, SEAL))
+        seal_frames(np.array(rows, SEAL))
 
 
 # The scheduler of a disk tier: it serves all requests with few batches for the engine.
@@ -426,10 +409,10 @@ class DiskScheduler:
         self._used_bytes = {_LOADS: 0, _STORES: 0}  # bytes of staging memory
         self._flights: dict[int, tuple[Operations, int]] = {}  # by tag, with the bytes to come
         self._refused: list[tuple[int, int]] = []  # completions of what the engine did not take
-        self._unsealed: list[tuple[Item, Unsealed]] = []  # claimed items, with bodies being read
+        self._unsealed: list[Flight] = []  # of claimed items, with bodies being read
         self._written: list[Flight] = []  # frames that wait for the next group of syncs
         self._late_bytes, self._syncing = 0, False  # bytes of overdue operations
-        self._tag = 0
+        self._tag, self._pid = 0, os.getpid()
         self._stage = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -459,6 +442,23 @@ class DiskScheduler:
         while self.step(0.0):
             pass
         return not self._flights
+
+    def close(self, own: Arena | None) -> None:
+        """End the parts of a tier that is closed, or was collected; a second call does nothing.
+
+        Args:
+            own: Staging memory of the tier alone.
+        """
+        if self._pid != os.getpid() or self._queue.closing:
+            return
+        ended = self.stop(CLOSE_S)
+        self._queue.fail_rest()
+        if self._engine.close() and ended:
+            self._store.close()
+            if own is not None:
+                own.close()
+        else:
+            _stuck.append(self)
 
     def step(self, wait_s: float) -> bool:
         """Do one step; wait for the engine if there is nothing else to do, for `wait_s` at most.
@@ -510,12 +510,12 @@ class DiskScheduler:
         self._submit(loads)
         try:
             if self._unsealed:
-                seal_all([frame for _, frame in self._unsealed])
+                seal_all(self._unsealed)
         except Exception as error:
             self._drop_stores(stores, _reason(error))
             stores = []
-        for item, _ in self._unsealed:
-            self._queue.unclaim(item)
+        for flight in self._unsealed:
+            self._queue.unclaim(flight.item)
         self._unsealed = []
         self._submit(stores)
         return tried > 0
@@ -731,11 +731,10 @@ class DiskScheduler:
             written = body if direct else None
             flight = self._begun(item, memory, held, (start, n_bytes), written, stale=stale)
             if self._envelope.plain and not known:  # last: every frame in this list gets sealed
-                frame = Unsealed(item.key, info, body, memory, start, seq)
-                self._unsealed.append((item, frame))
+                self._unsealed.append(flight)
             return flight
         except BaseException:
-            self._store.abandon([WrittenFrame(key, held)])
+            self._store.abandon([Record(STORED, key, held)])
             raise
 
     def _begun(self, item: Item, memory: ArenaSlot, held: Held, sizes: tuple[int, int],
@@ -1051,7 +1050,7 @@ _HEADROOM_BYTES = 512 << 20  # twice the observed need of staging, threads and c
 _FROM_SYSTEM = (OSError, MemoryError, ImportError, RuntimeError)  # errors of exhausted memory
 
 
-class DiskTier:
+class DiskTier(Handle):
     """`Tier` in one directory. The first process to open it owns it; others only read.
 
     A reader becomes the owner when it looks for frames and there is no owner any more. An owner is
@@ -1080,12 +1079,17 @@ class DiskTier:
         files: File operations, for tests and simulation; give an `engine` over them, too.
         clock: Source of time.
 
+    Attributes:
+        path: Path of the directory.
+        erasure_log: Path of the log of erasures that caches share, see `tiers.erasure_log`.
+
     Raises:
         ConfigError: The capacity is too small.
         StoreError: The directory cannot be used.
     """
 
     kind = "disk"
+    _remedy = "Open the directory again, here"
 
     def __init__(  # noqa: PLR0913 (each is one decision at the opening of a tier)
         self,
@@ -1110,7 +1114,6 @@ class DiskTier:
                 "Use durability 'none' or 'sync', and 0 or 1 threads",
             )
         printable = os.fsencode(path).decode(errors="backslashreplace")  # for JSON and metrics
-        self.name, self.capacity_bytes = name or f"disk:{printable}", capacity_bytes
         envelope = envelope or Envelope()
         if engine is None:
             _need_addresses(path)
@@ -1122,7 +1125,6 @@ class DiskTier:
             files=files,
             envelope=envelope,
         )
-        self._pid, self._open, self._closing = os.getpid(), True, threading.Lock()
         own: Arena | None = None
         try:
             if arena is None:
@@ -1147,19 +1149,20 @@ class DiskTier:
                     "Free memory, or raise its limit (ulimit -v)",
                 ) from error
             raise
+        super().__init__(name or f"disk:{printable}", self._wishes.answers)
+        self.capacity_bytes, self._closing = capacity_bytes, threading.Lock()
+        self.path, self.erasure_log = self._store.path, self._store.path / ERASED
         self._engine, self._threads = engine, threads
         self._conductor = DiskScheduler(self._store, envelope, engine, arena, self._wishes)
-        self._shut = partial(
-            _shut, self._pid, self._conductor, self._wishes, engine, self._store, own
-        )
+        self._shut = partial(self._conductor.close, own)
         if files is None:  # the caller closes a tier with given files
             weakref.finalize(self, REAPER.put, self._shut).atexit = False
             REAPER.start()
         if not self.writable:
             warnings.warn(
-                f"{self._store.obstacle} in {path}: it is read, and nothing is stored there"
-                if self._store.obstacle
-                else f"{self._store.owned_by} {path}: this one reads it and stores nothing there"
+                f"{self._store.home.obstacle} in {path}: it is read, and nothing is stored there"
+                if self._store.home.obstacle
+                else f"{owner_of(self.path)} {path}: this one reads it and stores nothing there"
                 " until the other one is closed",
                 stacklevel=2,
             )
@@ -1179,16 +1182,6 @@ class DiskTier:
     def shared(self) -> bool:
         """Return whether another process owns the directory, or did while it was open here."""
         return self._store.shared
-
-    @property
-    def path(self) -> Path:
-        """Return the path of the directory."""
-        return self._store.path
-
-    @property
-    def erasure_log(self) -> Path:
-        """Return the path of the log of erasures that caches share, see `tiers.erasure_log`."""
-        return self._store.path / ERASED
 
     @property
     def corrupt(self) -> int:
@@ -1229,30 +1222,11 @@ class DiskTier:
         self._store.refresh()
         return self._store.contains(keys)
 
-    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Queue loads; they go before stores.
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        self._require_usable()
-        self._store.refresh()
-        return self._submit(items, deadline_s)
-
-    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Queue stores; those that do not fit into the queue are `FAILED` with reason "busy".
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        self._require_usable()
-        return self._submit(items, deadline_s)
-
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Return the answers that are ready; wait up to `timeout_s` for the first one."""
         if self._pid != os.getpid():
             return []
-        if self._threads or not self._open:
+        if self._threads or self._closed:
             return self._wishes.poll(timeout_s)
         end_s = time.monotonic() + timeout_s
         while True:
@@ -1264,14 +1238,6 @@ class DiskTier:
             if answers or left_s <= 0 or not self._conductor.busy:
                 return answers
             self._conductor.step(left_s)
-
-    def fileno(self) -> int:
-        """Return an eventfd that is readable while answers wait; -1 once closed.
-
-        Only `poll` notices a passed deadline, so call it by then, even if the descriptor is not
-        readable.
-        """
-        return self._wishes.answers.fileno()
 
     def cancel(self, job: int) -> None:
         """Cancel the items of a job that are not in use right now."""
@@ -1291,23 +1257,20 @@ class DiskTier:
         if not self._usable():
             return 0
         if not self.writable:
-            raise StoreError(f"{self._store.owned_by} {self.name}", "Let its owner erase")
+            raise StoreError(f"{owner_of(self.path)} {self.name}", "Let its owner erase")
+        problem = f"{self.name} could not clear the slot of a frame"
         try:
-            count = self._store.delete(keys)
-            self._conductor.known.clear()
-            while not self._threads and self._store.doomed and self._conductor.step(0.0):
-                pass  # no thread ends the loads that are under way
-            self._store.wipe(ERASE_S if self._threads else 0.0)
-            aside = self._store.aside()
+            with stating(problem, "Check the disk and erase again, or delete the directory"):
+                count = self._store.delete(keys)
+                self._conductor.known = KnownDigests()
+                while not self._threads and self._store.doomed and self._conductor.step(0.0):
+                    pass  # no thread ends the loads that are under way
+                self._store.wipe(ERASE_S if self._threads else 0.0)
+                aside = self._store.home.aside()
         except Refused as error:
             raise StoreError(
                 f"{self.name} forgot the frames, but some are being read right now",
                 "Poll for those loads, then erase again",
-            ) from error
-        except OSError as error:
-            raise StoreError(
-                f"{self.name} could not clear the slot of a frame ({error.strerror})",
-                "Check the disk and erase again, or delete the directory",
             ) from error
         if aside:
             raise StoreError(
@@ -1325,13 +1288,9 @@ class DiskTier:
         """
         if not self._usable():
             return
-        try:
+        remedy = "Erase the old content of that directory, wherever it is, and open it again"
+        with stating(f"{self.name} cannot list its frames", remedy):
             self._store.survey()
-        except OSError as error:
-            raise StoreError(
-                f"{self.name} cannot list its frames ({error.strerror})",
-                "Erase the old content of that directory, wherever it is, and open it again",
-            ) from error
 
     def bind(self, namespace: bytes, name: str) -> None:
         """Record, with its name, that a cache with this namespace is about to use the tier."""
@@ -1360,43 +1319,19 @@ class DiskTier:
         if self._pid != os.getpid():
             return
         with self._closing:
-            if not self._open:
+            if self._closed:
                 return
-            self._open = False
+            self._closed = True
             self._shut()
 
-    def _submit(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+    def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+        self._require_usable()
+        if items and isinstance(items[0], Load):
+            self._store.refresh()
         job = self._wishes.submit(items, deadline_s)
         if self._threads:
             self._conductor.start(f"flowkv {self.name}")
         return job
-
-    def _usable(self) -> bool:
-        return self._open and self._pid == os.getpid()
-
-    def _require_usable(self) -> None:
-        require_open(self.name, self._pid, self._open, "Open the directory again, here")
-
-
-def _shut(
-    pid: int,
-    conductor: DiskScheduler,
-    queue: RequestQueue,
-    engine: IOEngine,
-    store: DiskStore,
-    arena: Arena | None,
-) -> None:
-    """End the parts of a tier that is closed, or was collected; a second call does nothing."""
-    if pid != os.getpid() or queue.closing:
-        return
-    ended = conductor.stop(CLOSE_S)
-    queue.fail_rest()
-    if engine.close() and ended:
-        store.close()
-        if arena is not None:
-            arena.close()
-    else:
-        _stuck.append(conductor)
 
 
 _stuck: list[DiskScheduler] = []  # with operations that may still use their files and memory

@@ -91,8 +91,8 @@ class IOEngine(Protocol):
             StateError: The engine is closed.
         """
 
-    def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
-        """Return the completions so far; wait up to `timeout_s` for the first `least` of them."""
+    def wait(self, timeout_s: float = 0.0) -> Completions:
+        """Return the completions so far; wait up to `timeout_s` for the first one."""
 
     def cancel(self, tags: NDArray[np.uint64]) -> None:
         """Ask for an end of operations; each still completes, with -ECANCELED if that worked."""
@@ -121,15 +121,11 @@ class Reports:
             self._rows += rows
             self._changed.notify_all()
 
-    def reap(self, timeout_s: float, least: int) -> Completions:
-        """Take all completions; wait up to `timeout_s` for the first `least`."""
-        end_s = time.monotonic() + timeout_s
+    def reap(self, timeout_s: float) -> Completions:
+        """Take all completions; wait up to `timeout_s` for the first one."""
+        limit_s = min(timeout_s, threading.TIMEOUT_MAX)
         with self._changed:
-            while len(self._rows) < least and not self._ended:
-                left_s = end_s - time.monotonic()
-                if left_s <= 0:
-                    break
-                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
+            self._changed.wait_for(lambda: self._rows or self._ended, limit_s)
             rows, self._rows = self._rows, []
         return np.array(rows, COMPLETION)
 
@@ -148,25 +144,6 @@ _AT_EMPTY_PATH = 0x1000
 _MASK_AT, _ALIGN_AT = 0, 0x98  # offsets of stx_mask, and of stx_dio_mem_align and _offset_align
 
 
-def open_file(path: str, *, write: bool, direct: bool) -> tuple[int, bool]:
-    """Open a regular file as `FileIO.open` does.
-
-    Returns:
-        The file descriptor, and whether it bypasses the page cache: not where the file system
-            refuses, or where it requires more than addresses, offsets and lengths in multiples of
-            `ALIGNMENT`.
-
-    Raises:
-        OSError: It cannot be opened.
-    """
-    fd = FileIO().open(path, write=write)
-    try:
-        return fd, set_direct(fd) if direct else set_flags(fd, 0)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
 class DirectFiles:
     """Base of engines that open files past the page cache.
 
@@ -183,10 +160,18 @@ class DirectFiles:
     def open(self, path: str, *, write: bool) -> int:
         """Open a regular file; after the first indirect one, the engine is not direct any more.
 
+        A file bypasses the page cache unless the file system refuses, or requires more than
+        addresses, offsets and lengths in multiples of `ALIGNMENT`.
+
         Raises:
             OSError: It cannot be opened.
         """
-        fd, direct = open_file(path, write=write, direct=self.direct)
+        fd = FileIO().open(path, write=write)
+        try:
+            direct = set_direct(fd) if self.direct else set_flags(fd, 0)
+        except BaseException:
+            os.close(fd)
+            raise
         if not direct and self.direct:
             self.direct, self.why = False, f"no O_DIRECT for {path}"
         return fd
@@ -194,15 +179,13 @@ class DirectFiles:
 
 def set_direct(fd: int) -> bool:
     """Make an open file bypass the page cache; False where that does not work."""
+    set_flags(fd, 0)
     try:
-        if not hasattr(os, "O_DIRECT") or not aligned(fd):
-            return set_flags(fd, 0)
-        set_flags(fd, os.O_DIRECT)
+        return hasattr(os, "O_DIRECT") and aligned(fd) and set_flags(fd, os.O_DIRECT)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
-            return set_flags(fd, 0)
+            return False
         raise
-    return True
 
 
 def set_flags(fd: int, flags: int) -> bool:
@@ -319,11 +302,9 @@ class ThreadsEngine(DirectFiles):
         self._threads += [thread] if thread else []
         return thread is not None
 
-    def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
-        """Return the completions so far; wait up to `timeout_s` for the first `least` of them."""
-        if self._pid != os.getpid():
-            timeout_s = 0.0
-        return self._reports.reap(timeout_s, least)
+    def wait(self, timeout_s: float = 0.0) -> Completions:
+        """Return the completions so far; wait up to `timeout_s` for the first one."""
+        return self._reports.reap(timeout_s if self._pid == os.getpid() else 0.0)
 
     def cancel(self, tags: NDArray[np.uint64]) -> None:
         """End operations that no thread has begun."""
@@ -479,12 +460,7 @@ class FileIO:
 
     def make_directory(self, path: str) -> None:
         """Make a directory for this user only, and its parents; it may be there already."""
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        try:
-            os.mkdir(path, 0o700)
-        except FileExistsError:
-            if not os.path.isdir(path):
-                raise
+        os.makedirs(path, 0o700, exist_ok=True)
 
     def status(self, path: str) -> tuple[int, int]:
         """Return the owner (uid) and mode of the file that a path leads to."""

@@ -3,7 +3,7 @@
 `serve` runs on a thread of its own and returns only after `stop`, so that transfers keep their pace
 while Python is busy. Python threads communicate with it through arrays: `push` adds operations to a
 ring and writes to an eventfd that the io_uring itself waits on; `serve` adds completions to another
-ring and writes to a second eventfd when as many are there as a thread waits for.
+ring and writes to a second eventfd when a thread waits for one.
 
 All words are int64 (numba turns a mix with unsigned ones into floats); tags only pass through.
 Numbers and layouts are those of the kernel's `include/uapi/linux/io_uring.h`, which never change.
@@ -18,7 +18,6 @@ import mmap
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -155,10 +154,8 @@ class Ring:
         self.sqes = entries.view(np.int64).reshape(-1, 8)
 
     def _memory(self, n_bytes: int, offset: int) -> NDArray[Any]:
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        mapping = mmap.mmap(
-            self.fd, n_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset
-        )
+        flags, both = mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE
+        mapping = mmap.mmap(self.fd, n_bytes, flags, both, offset=offset)
         with contextlib.suppress(OSError):  # a child must not answer for its parent
             mapping.madvise(mmap.MADV_DONTFORK)
         return np.frombuffer(mapping, np.uint8)
@@ -211,14 +208,11 @@ load32, load64 = _loader(4), _loader(8)
 store32, store64 = _storer(4), _storer(8)
 
 # Words of `control`, each in a cache line of its own. Counters only grow.
-SUBMITTED, TAKEN = 0, 8  # operations
-ASKED, HEARD = 16, 24  # cancellations
-ANSWERED, REPORTED = 32, 40  # completions
-WANTED = 48  # wake the waiting thread when this many are answered; 0: none waits
-STOP = 56
-IN_KERNEL = 64  # operations in the kernel
-WOKEN = 72  # target of the ring's reads from the eventfd
-ONE = 80  # the word written to an eventfd
+# Operations: SUBMITTED, TAKEN, and those IN_KERNEL; cancellations: ASKED, HEARD; completions:
+# ANSWERED, REPORTED; the waiting thread is woken when WANTED are answered, and 0 means that none
+# waits. WOKEN is the target of the ring's reads from the eventfd, ONE the word written to one.
+SUBMITTED, TAKEN, ASKED, HEARD, ANSWERED, REPORTED = range(0, 48, 8)
+WANTED, STOP, IN_KERNEL, WOKEN, ONE = range(48, 88, 8)
 CONTROL_WORDS = 88
 
 # Words of `facts`, which never change.
@@ -323,9 +317,9 @@ def ready(control: Any) -> int:
 
 
 @call
-def want(control: Any, count: int) -> bool:
-    """Ask for the eventfd when `count` completions wait; False where they do already."""
-    wanted = control[REPORTED] + count
+def want(control: Any) -> bool:
+    """Ask for the eventfd when a completion waits; False where one does already."""
+    wanted = control[REPORTED] + 1
     store64(control.ctypes.data + 8 * WANTED, wanted)
     fence()
     return load64(control.ctypes.data + 8 * ANSWERED) < wanted
@@ -438,7 +432,7 @@ def _answer(s: Served, tag: int, result: int) -> None:
 
 @loop
 def _tell(s: Served) -> None:
-    """Wake the waiting thread, if as many completions are there as it wants."""
+    """Wake the waiting thread, if a completion is there that it wants."""
     fence()
     base = s.control.ctypes.data
     if 0 < load64(base + 8 * WANTED) <= s.control[ANSWERED]:
@@ -566,7 +560,6 @@ class UringEngine(DirectFiles):
     """`IOEngine` over io_uring, which must be closed.
 
     Args:
-        direct: Open files with O_DIRECT.
         depth: Most operations in the kernel at a time.
         arena: Memory to register with the ring, which makes transfers a little cheaper; where the
             limit of locked memory forbids it, it is used unregistered.
@@ -581,12 +574,8 @@ class UringEngine(DirectFiles):
 
     name = "io_uring"
 
-    def __init__(
-        self, *, direct: bool = True, depth: int = DEPTH, arena: Arena | None = None
-    ) -> None:
-        if sys.platform != "linux":
-            raise OSError(errno.ENOSYS, "io_uring is a part of Linux")
-        super().__init__(direct)
+    def __init__(self, *, depth: int = DEPTH, arena: Arena | None = None) -> None:
+        super().__init__(True)
         self.depth, self._arena = depth, arena
         self.flags, self.registered = 0, False
         self._pid, self._closed, self._open = os.getpid(), False, True
@@ -638,26 +627,18 @@ class UringEngine(DirectFiles):
                 self._held.append(rows)
                 self._push()
 
-    def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> Completions:
-        """Return the completions so far; wait up to `timeout_s` for the first `least` of them."""
-        if self._pid != os.getpid():
-            return np.empty(0, COMPLETION)
-        end_s = time.monotonic() + timeout_s
-        parts: list[NDArray[np.int64]] = []
-        count = 0
-        while True:
+    def wait(self, timeout_s: float = 0.0) -> Completions:
+        """Return the completions so far; wait up to `timeout_s` for the first one."""
+        end_s, taken = time.monotonic() + timeout_s, list[NDArray[np.int64]]()
+        while self._pid == os.getpid():
             with self._lock:
                 over = self._closed or self._ended
                 taken = self._take()
-            parts += taken
-            count += sum(map(len, taken))
             left_s = end_s - time.monotonic()
-            if count >= least or over or left_s <= 0:
+            if taken or over or left_s <= 0:
                 break
-            self._await(min(least - count, CAPACITY), left_s)
-        return (np.concatenate(parts) if parts else np.empty((0, 2), np.int64)).view(COMPLETION)[
-            :, 0
-        ]
+            self._await(left_s)
+        return np.concatenate([np.empty((0, 2), np.int64), *taken]).view(COMPLETION)[:, 0]
 
     def cancel(self, tags: NDArray[np.uint64]) -> None:
         """End operations that have not begun, and ask the kernel to cancel the others."""
@@ -723,7 +704,7 @@ class UringEngine(DirectFiles):
         """Take all completions that are there. The lock is held."""
         if self._ended and not self._closed:
             self._give_up()
-        taken, self._extra = self._extra, []
+        taken, self._extra = [rows for rows in self._extra if len(rows)], []
         count = ready(self._control)
         if count:
             rows = np.empty((count, 2), np.int64)
@@ -749,16 +730,16 @@ class UringEngine(DirectFiles):
         answers[:, 0] = rows[:, 4]
         self._extra.append(answers)
 
-    def _await(self, count: int, timeout_s: float) -> None:
-        """Wait until so many completions are there, or the state of the engine has changed."""
+    def _await(self, timeout_s: float) -> None:
+        """Wait until a completion is there, or the state of the engine has changed."""
         end_s = time.monotonic() + timeout_s
         if not self._waiting.acquire(timeout=min(timeout_s, SHARED_WAIT_S)):
-            return  # the thread that waits already may wait for more than this
+            return
         try:
             with self._lock:
                 if self._extra or self._closed or self._ended:
                     return
-                waits = want(self._control, count)
+                waits = want(self._control)
             if waits:
                 poll = select.poll()
                 poll.register(self._done_fd, select.POLLIN)

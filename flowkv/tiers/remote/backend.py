@@ -72,30 +72,24 @@ class Backend(Protocol):
             The beginning of `into`; or, from a client that receives into memory of its own, that
                 memory, owned by the caller from now on. None if there is no such object.
         """
-        ...
 
     def put(self, name: str, data: memoryview, timeout_s: float) -> None:
         """Write an object whole, replacing an earlier one; readers see all of it or nothing."""
-        ...
 
     def delete(self, names: Sequence[str], timeout_s: float) -> None:
         """Remove objects; missing names are no error."""
-        ...
 
     def exists(self, names: Sequence[str], timeout_s: float) -> list[bool]:
         """Return which objects are there, according to the engine."""
-        ...
 
     def list(self, timeout_s: float) -> Iterator[Listed]:
         """Yield all objects, in any order; `timeout_s` is for each of perhaps many requests.
 
         Names that are not 64 hex digits are not the tier's, and are left out.
         """
-        ...
 
     def close(self) -> None:
         """Close connections; called once, when no call is under way."""
-        ...
 
 
 # Limits of a remote tier: concurrency, memory and time.

@@ -13,20 +13,13 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from flowkv.core.clock import Clock
-from flowkv.core.errors import StoreError
-from flowkv.tiers.erasure_log import (
-    ALL,
-    Erased,
-    joined,
-    new_entry,
-    pack_entries,
-    unpack_entries,
-)
+from flowkv.core.errors import stating
+from flowkv.tiers.erasure_log import ALL, Erased, joined, pack_entries, unpack_entries
 from flowkv.tiers.remote.backend import Backend
 
 NAME = "erased"
@@ -97,31 +90,19 @@ class RemoteErasures:
         finally:
             self.alone = False
 
-    def publish(
-        self,
-        keys: Iterable[bytes] = (),
-        below: Iterable[bytes] = (),
-        realms: Iterable[bytes] = (),
-        *,
-        proven: bool = True,
-    ) -> None:
+    def publish(self, entry: Erased) -> None:
         """Publish an erasure to the caches of all nodes; see `ErasureLog.publish`.
 
         Raises:
             StoreError: The engine did not confirm it.
         """
-        entry = new_entry(keys, below, realms, proven)
         now_ns = self._clock.now_ns()
         with self._lock:
             self._mine[entry.lot] = entry, now_ns
             self._again.append((now_ns + round(AGAIN_S * 1e9), entry))
-        try:
+        problem = f"{self.path} did not confirm the erasure for other nodes"
+        with stating(problem, "Forget again when it answers"):
             self._call(self.look, 4 * self._call_s)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} did not confirm the erasure for other nodes ({error})",
-                "Forget again when it answers",
-            ) from error
 
     def close(self) -> None:
         """Do nothing: no file is open here."""

@@ -62,11 +62,10 @@ class MooncakeSession:
         """
         if n_bytes > self.arena.n_bytes:
             raise PermissionError(errno.EFBIG, "the frame is larger than the registered memory")
-        end_s = time.monotonic() + timeout_s
         with self._settled:
-            while (slot := self.arena.acquire(n_bytes)) is None:
-                if not self._settled.wait(max(0.0, end_s - time.monotonic())):
-                    raise TimeoutError("the registered memory is in use; raise buffer= in the URI")
+            slot = self._settled.wait_for(lambda: self.arena.acquire(n_bytes), timeout_s)
+        if slot is None:
+            raise TimeoutError("the registered memory is in use; raise buffer= in the URI")
         return slot
 
     def free(self, slot: ArenaSlot, ended: bool) -> None:
@@ -77,11 +76,6 @@ class MooncakeSession:
             else:
                 self.retired_bytes += slot.taken_bytes
             self._settled.notify_all()
-
-    @property
-    def clogged(self) -> bool:
-        """Return whether too much is retired to go on with this client."""
-        return self.retired_bytes > self.arena.n_bytes // 4
 
     def close(self) -> None:
         """Tear the client down: after that all transfers have ended, and all memory is free."""
@@ -284,7 +278,8 @@ class Mooncake:
         finally:
             with self._changed:
                 session.users -= 1
-                if session.clogged and self._session is session:
+                clogged = session.retired_bytes > session.arena.n_bytes // 4
+                if clogged and self._session is session:
                     self._session = None  # the next call opens another one
                 last = session is not self._session and not session.users
             if last:

@@ -489,7 +489,7 @@ class ObjectTier(RemoteTier):
     def flush(self) -> None:
         """Write a catalog of new frames, if many or after a while; or merge old catalogs."""
         fresh = self.known.fresh or []
-        due = time.monotonic() - self._written_s >= FLUSH_S or not self._open
+        due = time.monotonic() - self._written_s >= FLUSH_S or self._closed
         if self._old:
             self._merge()
         elif len(fresh) >= FLUSH_FRAMES or (fresh and due):

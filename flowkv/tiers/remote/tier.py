@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 
 from flowkv.compiled import compiling
 from flowkv.core.clock import Clock
-from flowkv.core.errors import ConfigError, StoreError
+from flowkv.core.errors import ConfigError, StoreError, stating
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.reaper import begin, started
 from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
@@ -33,7 +33,7 @@ from flowkv.tiers.erasure_log import Erased
 from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import Backend, RemoteLimits
 from flowkv.tiers.remote.erasures import AGAIN_S, RemoteErasures
-from flowkv.tiers.worker import Item, ThreadMemory, Workers, require_open
+from flowkv.tiers.worker import Handle, Item, ItemAnswer, ThreadMemory, Workers
 
 __all__ = ["RemoteLimits", "RemoteTier"]
 
@@ -80,6 +80,7 @@ class Known:
             ranges of those frames can be read.
 
     Attributes:
+        used_bytes: Bytes of all known frames.
         fresh: Facts of frames that landed, or with a header read, until a catalog takes them out;
             None to keep none.
     """
@@ -95,15 +96,11 @@ class Known:
         self._flying: dict[bytes, bool] = {}
         self._deletions, self._forgotten = 0, 0
         self._gone: dict[bytes, int] = {}  # number of the last confirmed deletion, oldest first
-        self._used_bytes = self._reserved_bytes = 0
+        self.used_bytes = self._reserved_bytes = 0
         self.fresh: list[tuple[bytes, Fact]] | None = None
 
     def __len__(self) -> int:
         return len(self._facts)
-
-    def used_bytes(self) -> int:
-        """Return the bytes of all known frames."""
-        return self._used_bytes
 
     def get(self, key: bytes) -> Fact | None:
         """Return the fact about a key, or None."""
@@ -192,7 +189,7 @@ class Known:
     def reserve(self, n_bytes: int, capacity_bytes: int) -> bool:
         """Reserve room for a frame on its way; return whether there was enough."""
         with self._changed:
-            if self._used_bytes + self._reserved_bytes + n_bytes > capacity_bytes:
+            if self.used_bytes + self._reserved_bytes + n_bytes > capacity_bytes:
                 return False
             self._reserved_bytes += n_bytes
             return True
@@ -299,7 +296,7 @@ class Known:
         fact = self._facts.pop(key, None)
         self._heads.pop(key, None)
         if fact is not None:
-            self._used_bytes -= fact.n_bytes
+            self.used_bytes -= fact.n_bytes
         return fact is not None
 
     def _note(self, key: bytes) -> None:
@@ -315,7 +312,7 @@ class Known:
         before = self._facts.get(key)
         if before is None and len(self._facts) >= self._most:
             self._drop(next(iter(self._facts)))
-        self._used_bytes += fact.n_bytes - (before.n_bytes if before else 0)
+        self.used_bytes += fact.n_bytes - (before.n_bytes if before else 0)
         self._facts[key] = fact
 
 
@@ -407,21 +404,12 @@ class Breaker:
 
     Args:
         clock: Source of time.
-        failures: Consecutive failures that open it.
         pause_s: First pause.
         most_pause_s: Longest pause.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        *,
-        failures: int = FAILURES,
-        pause_s: float = 0.5,
-        most_pause_s: float = 15.0,
-    ) -> None:
-        self._clock, self._most_failures = clock, failures
-        self._first_pause_s, self._most_pause_s = pause_s, most_pause_s
+    def __init__(self, clock: Clock, *, pause_s: float = 0.5, most_pause_s: float = 15.0) -> None:
+        self._clock, self._first_pause_s, self._most_pause_s = clock, pause_s, most_pause_s
         self._lock = threading.Lock()
         self._failures, self._epoch, self._pause_s = 0, 0, pause_s
         self._opened_ns: int | None = None
@@ -474,7 +462,7 @@ class Breaker:
             if leave._epoch != self._epoch or well is None:
                 return False
             self._failures = 0 if well else self._failures + 1
-            if self._failures < self._most_failures:
+            if self._failures < FAILURES:
                 return False
             self._epoch += 1
             self.trips += 1
@@ -573,7 +561,7 @@ LISTED = 1000
 LATE_NS = round(AGAIN_S * 1e9)
 
 
-class RemoteTier:
+class RemoteTier(Handle):
     """`Tier` over an engine that others run and share.
 
     A load is received and checked in a thread's own memory and copied to its target last; a store
@@ -608,6 +596,7 @@ class RemoteTier:
     writable = True
     shared = True
     usual = RemoteLimits()
+    _remedy = "Open it again, here"
 
     def __init__(
         self,
@@ -621,7 +610,8 @@ class RemoteTier:
     ) -> None:
         if capacity_bytes < 1:
             raise ConfigError(f"a remote tier has {capacity_bytes} bytes", "Give it a few pages")
-        self.name, self.capacity_bytes = name or backend.name, capacity_bytes
+        name = name or backend.name
+        self.capacity_bytes = capacity_bytes
         self.backend, self.limits = backend, limits or self.usual
         self.envelope, self._clock = envelope or Envelope(), clock or compiling.SystemClock()
         self.known, self.corrupt = Known(), 0
@@ -629,7 +619,7 @@ class RemoteTier:
         self._breaker = Breaker(self._clock, pause_s=self.limits.pause_s)
         self._begun: dict[Item, tuple[Pass, int]] = {}
         self._workers = Workers(
-            self.name,
+            name,
             self._work,
             self._clock,
             threads=self.limits.threads,
@@ -639,7 +629,8 @@ class RemoteTier:
             late=self._late,
             forsake=lambda item: self.known.forsake(item.key),
         )
-        self._aside, self._pid, self._open = Aside(self.name), os.getpid(), True
+        super().__init__(name, self._workers.answers)
+        self._aside = Aside(name)
         self._absent: dict[bytes, int] = {}
         self._quiet_until_ns, self._looked_ns = 0, self._clock.now_ns()
         self._doubtful: dict[bytes, int] = {}  # times of stores that failed, and may arrive late
@@ -679,7 +670,7 @@ class RemoteTier:
 
     def used_bytes(self) -> int:
         """Return the bytes of the frames that this process knows of."""
-        return self.known.used_bytes() if self._usable() else 0
+        return self.known.used_bytes if self._usable() else 0
 
     def frame_bytes(self, body_bytes: int) -> int:
         """Return an upper bound of the bytes of such a frame."""
@@ -697,31 +688,9 @@ class RemoteTier:
             self._ask(unknown)
         return [self.known.usable(key) for key in keys]
 
-    def submit_load(self, items: Sequence[Load], *, deadline_s: float = 10.0) -> int:
-        """Queue loads; they go before stores.
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        self._require_usable()
-        return self._workers.submit(items, deadline_s)
-
-    def submit_store(self, items: Sequence[Store], *, deadline_s: float = 60.0) -> int:
-        """Queue stores; loads go before them.
-
-        Raises:
-            StateError: The tier is closed, or was opened before a fork.
-        """
-        self._require_usable()
-        return self._workers.submit(items, deadline_s)
-
     def poll(self, timeout_s: float = 0.0) -> list[TierAnswer]:
         """Return the answers that are ready; wait up to `timeout_s` for the first one."""
         return self._workers.poll(timeout_s) if self._pid == os.getpid() else []
-
-    def fileno(self) -> int:
-        """Return an eventfd, readable while answers wait; only `poll` notices a passed deadline."""
-        return self._workers.answers.fileno()
 
     def cancel(self, job: int) -> None:
         """Cancel the items of a job that are not about to be answered."""
@@ -750,7 +719,8 @@ class RemoteTier:
         limit_s, known = self.limits.erase_s * (1 + len(keys) / DELETES), self.known
         strange = [key for key in keys if known.get(key) is None and not known.is_shunned(key)]
         gone = self.known.condemn(keys)
-        try:
+        problem = f"{self.name} did not confirm that {len(keys)} frames are gone"
+        with stating(problem, "Erase again when the engine answers, or delete the frames there"):
             if keys:
                 gone += self._aside.call(lambda: self._remove(keys, strange, limit_s), limit_s)
             self._sweep()
@@ -758,12 +728,7 @@ class RemoteTier:
             if late := sum(self._doubtful.get(key, since_ns) > since_ns for key in keys):
                 raise OSError(f"{late} failed stores may arrive until {AGAIN_S:g} s are over")
             self._unproven.difference_update(keys)
-            return gone
-        except OSError as error:
-            raise StoreError(
-                f"{self.name} did not confirm that {len(keys)} frames are gone ({error})",
-                "Erase again when the engine answers, or delete the frames there",
-            ) from error
+        return gone
 
     def scan(self) -> Iterator[Entry]:
         """Yield all known frames, oldest store first; read unseen headers before, for a while."""
@@ -783,29 +748,25 @@ class RemoteTier:
         Raises:
             StoreError: The engine did not list everything, or headers could not be read.
         """
-        try:
+        with stating(f"{self.name} cannot list its frames", "Try again when it answers"):
             self._aside.call(self.refresh, self.limits.erase_s)
             self._aside.call(lambda: self._list({}), self.limits.erase_s)
             self._describe(self.limits.erase_s)
             unseen = sum(fact.info is None for _, fact in self.known.facts())
             if unseen or len(self.known) >= MOST_KNOWN:
                 raise OSError(f"the headers of {unseen or 'some'} frames could not be read")
-        except OSError as error:
-            raise StoreError(
-                f"{self.name} cannot list its frames ({error})", "Try again when it answers"
-            ) from error
 
     def close(self) -> None:
         """Work off all queued items, as long as the engine answers, and close the engine."""
         if self._pid != os.getpid():
             return
         with self._closing:
-            if not self._open:
+            if self._closed:
                 return
             if not self._ready():
                 self._workers.fail_waiting("breaker")
             ended = self._workers.close(self.limits.close_s)
-            self._open = False
+            self._closed = True
             self._wake.set()
             self._keeper.join(self.limits.close_s if self._ready() else 0.1)
             if ended and not self._keeper.is_alive():
@@ -842,7 +803,7 @@ class RemoteTier:
                 self.known.merge(facts, look)
                 facts.clear()
                 self._hear()
-            if not self._open:
+            if self._closed:
                 break
         self.known.merge(facts, look)
 
@@ -865,7 +826,7 @@ class RemoteTier:
             return  # a long listing goes on in the background
         error = self._listed.exception()
         if isinstance(error, PermissionError):
-            self._open = False
+            self._closed = True
             self._wake.set()
             said = f"{self.name} refuses access ({error})"
             remedy = "Check the address, the credentials and their rights"
@@ -889,10 +850,10 @@ class RemoteTier:
             self._listed.set_result(None)
         except BaseException as error:  # a client library may raise anything
             self._listed.set_exception(error)
-        while self._open:
+        while not self._closed:
             self._wake.wait(min(self.limits.every_s, 1.0))
             self._wake.clear()
-            if not self._open or not self._ready():
+            if self._closed or not self._ready():
                 continue
             news = (self._agree, learn) if self._due() else ()
             for work in (*news, self._delete_condemned, self.flush):
@@ -978,15 +939,15 @@ class RemoteTier:
 
         def read() -> None:
             staging = ThreadMemory()
-            left_s = partial(self._left_s, self._clock.now_ns() + round(limit_s * 1e9))
+            end_ns = self._clock.now_ns() + round(limit_s * 1e9)
             for key, fact in missing:
                 try:
                     try:
-                        self._header(key, staging, left_s)
+                        self._header(key, staging, end_ns)
                     except BadFrame as error:
                         if error.reason not in DAMAGED:
                             raise
-                        self._header(key, staging, left_s)  # perhaps it was damaged on its way
+                        self._header(key, staging, end_ns)  # perhaps it was damaged on its way
                 except BadFrame:
                     self.known.refuse(key, fact)
 
@@ -1019,8 +980,7 @@ class RemoteTier:
 
     def _ready(self) -> bool:
         """Return whether the engine may be called: the breaker allows it, and memory is left."""
-        overdue = self._workers.overdue and self.retired_bytes > self.limits.retired_bytes
-        return not overdue and self._breaker.ready()
+        return self.retired_bytes <= self.limits.retired_bytes and self._breaker.ready()
 
     def _work(self, item: Item) -> None:
         if isinstance(item.wish, Load):
@@ -1059,15 +1019,15 @@ class RemoteTier:
     def _read(self, item: Item, wish: Load, was: Fact | None) -> None:
         assert item.hand is not None
         workers, envelope, staging = self._workers, self.envelope, item.hand.staging
-        left_s, stored = partial(self._left_s, item.deadline_ns), None
+        end_ns, stored = item.deadline_ns, None
         if wish.first or wish.stripes:
-            head = self._header(item.key, staging, left_s)
+            head = self._header(item.key, staging, end_ns)
         else:  # one call, header included: header and stripes belong together
             look = self.known.look()
             most = envelope.most_bytes(max(1, item.n_bytes))  # of a frame that fits into the target
             known_bytes = max(GRANULE_BYTES, was.n_bytes or most) if was else most
             for n_bytes in sorted({min(most, known_bytes), most}):
-                stored = self._get(item.key, 0, n_bytes, staging, left_s)
+                stored = self._get(item.key, 0, n_bytes, staging, end_ns)
                 found = envelope.head(stored, item.key) if stored is not None else None
                 head = self._see(found, look) if found is not None else None
                 if head is None or head.frame_bytes <= n_bytes:  # else a longer one replaced it
@@ -1083,17 +1043,15 @@ class RemoteTier:
             if stored is not None:
                 stored = stored[offset:]
             else:
-                stored = self._get(item.key, offset, length, staging, left_s)
+                stored = self._get(item.key, offset, length, staging, end_ns)
         if head is None or stored is None:
             self.known.mark_missing(item.key, was)
             workers.answer(item, Outcome.MISS)
         elif (target := workers.claim(item)) is not None:
             envelope.open(head, stored, target, stripes.start, len(stripes))
-            workers.answer(item, Outcome.HIT, "", head.info, n_bytes)
+            workers.answer_all([ItemAnswer(item, Outcome.HIT, "", head.info, n_bytes)])
 
-    def _header(
-        self, key: bytes, staging: ThreadMemory, left_s: Callable[[], float]
-    ) -> Header | None:
+    def _header(self, key: bytes, staging: ThreadMemory, end_ns: int) -> Header | None:
         """Return the header of a frame, from memory or the engine; None if there is no such frame.
 
         Raises:
@@ -1103,9 +1061,9 @@ class RemoteTier:
         if (head := self.known.head(key)) is not None:
             return head
         was, look = self.known.get(key), self.known.look()
-        page = self._get(key, 0, GRANULE_BYTES, staging, left_s)
+        page = self._get(key, 0, GRANULE_BYTES, staging, end_ns)
         if page is not None and (size := peek_header_bytes(page)) > len(page):
-            page = self._get(key, 0, size, staging, left_s)
+            page = self._get(key, 0, size, staging, end_ns)
         if page is None:
             self.known.mark_missing(key, was)
             return None
@@ -1149,7 +1107,8 @@ class RemoteTier:
             self._wake.set()
         # last, so that with the answer the frame is found there, or its room is free again
         if in_time and fact is not None:
-            self._workers.answer(item, Outcome.STORED, "", None, item.n_bytes)
+            stored = ItemAnswer(item, Outcome.STORED, "", None, item.n_bytes)
+            self._workers.answer_all([stored])
         elif in_time:
             self._workers.answer(item, Outcome.FAILED, failed or "")
 
@@ -1186,12 +1145,7 @@ class RemoteTier:
         attempt(call, partial(self._left_s, item.deadline_ns), tries=self._tries())
 
     def _get(
-        self,
-        key: bytes,
-        offset: int,
-        n_bytes: int,
-        staging: ThreadMemory,
-        left_s: Callable[[], float],
+        self, key: bytes, offset: int, n_bytes: int, staging: ThreadMemory, end_ns: int
     ) -> memoryview | None:
         def call(timeout_s: float) -> memoryview | None:
             begun = self._clock.now_ns(), compiling.spent_ns()
@@ -1200,7 +1154,7 @@ class RemoteTier:
                 self._learn(self.reading, len(found), begun, timeout_s)
             return found
 
-        return attempt(call, left_s, tries=self._tries())
+        return attempt(call, partial(self._left_s, end_ns), tries=self._tries())
 
     def _learn(
         self, rates: OperationRates, n_bytes: int, begun: tuple[int, int], timeout_s: float
@@ -1266,11 +1220,9 @@ class RemoteTier:
         if leave.report(well):
             self._workers.fail_waiting("breaker")
 
-    def _usable(self) -> bool:
-        return self._open and self._pid == os.getpid()
-
-    def _require_usable(self) -> None:
-        require_open(self.name, self._pid, self._open, "Open it again, here")
+    def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
+        self._require_usable()
+        return self._workers.submit(items, deadline_s)
 
 
 def reason_of(error: OSError) -> str:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
-from flowkv.core.errors import ConfigError, StoreError
+from flowkv.core.errors import ConfigError, StoreError, stating
 from flowkv.core.files import drop_in_children, lock_byte
 from flowkv.core.keys import KEY_BYTES
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
@@ -41,10 +41,10 @@ from flowkv.tiers.frame import (
     pack_header,
     peek_header_bytes,
 )
-from flowkv.tiers.host import Immediate, copied, failed, missed
+from flowkv.tiers.host import copied, failed, missed
 from flowkv.tiers.shared import table
 from flowkv.tiers.shared.table import GRANULE, USED, VERSION
-from flowkv.tiers.worker import require_open
+from flowkv.tiers.worker import Completions, Handle
 
 __all__ = ["SharedTier"]
 
@@ -159,22 +159,18 @@ class SharedFile:
         self.owed: list[Row] = []
         # nothing to release yet
         self._let_go: weakref.finalize[..., object] = weakref.finalize(self, int)
+        remedy = "Give the tier fewer bytes, another directory, or remove that file"
         try:
-            end_s = time.monotonic() + patience_s
-            while not self._open(wanted, end_s):
-                pass
-            self._map()
-            self.seat = self._sit()
-            self.left = [row for row in self.writing() if row[1] == self.seat]
+            with stating(f"shared memory {path} cannot be used", remedy):
+                end_s = time.monotonic() + patience_s
+                while not self._open(wanted, end_s):
+                    pass
+                self._map()
+                self.seat = self._sit()
+                self.left = [row for row in self.writing() if row[1] == self.seat]
         except StoreError:
             self.close()
             raise
-        except OSError as error:
-            self.close()
-            raise StoreError(
-                f"shared memory {path} cannot be used ({error.strerror})",
-                "Give the tier fewer bytes, another directory, or remove that file",
-            ) from error
         drop_in_children(self, SharedFile._forget)
 
     # ---- opening
@@ -389,7 +385,7 @@ Row: TypeAlias = NDArray[np.int64]
 """Copy of the index entry of a frame: eight words, see `shared.table`."""
 
 
-class SharedTier(Immediate):
+class SharedTier(Handle):
     """Host tier in one file in shared memory, for several processes; it survives all of them.
 
     Frames are chains of 4 KiB granules, so that memory never fragments. Readers take no lock: they
@@ -435,9 +431,10 @@ class SharedTier(Immediate):
         directory: str | os.PathLike[str] = "/dev/shm",
         clock: Clock | None = None,
     ) -> None:
-        super().__init__(f"host:{name}", clock or SystemClock())
+        super().__init__(f"host:{name}", Completions())
         self.corrupt, self.renewed, self._stuck = 0, 0, False
         self._again_s = self._bury_s = 0.0
+        self._clock = clock or SystemClock()
         self._lock, self._burying = threading.Lock(), threading.Lock()
         wanted = plan(capacity_bytes)
         self._memory = SharedFile(Path(directory).absolute() / file_name(name), wanted)
@@ -559,10 +556,13 @@ class SharedTier(Immediate):
             self._memory.close()
         self._answers.close()
 
+    def cancel(self, job: int) -> None:
+        """Do nothing: all items were answered when they were submitted."""
+
     # ---- loads
 
     def _run(self, items: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
-        require_open(self.name, self._pid, not self._closed)
+        self._require_usable()
         job, start_ns = self._answers.new_job(), self._clock.now_ns()
         end_ns, answers = start_ns + round(min(deadline_s, 1e9) * 1e9), []
         for index, item in enumerate(cast(Sequence[Load | Store], items)):
@@ -797,11 +797,6 @@ class SharedTier(Immediate):
         self._put(memory, row, 0, bytes(GRANULE * -(-int(row[6]) // GRANULE)))
         return self._drop(memory, row)
 
-    def _empty(self, memory: SharedFile, seat: int) -> bool:
-        """Free the incomplete frames of a seat held here; return whether there were any."""
-        rows = [row for row in memory.writing() if row[1] == seat]
-        return any([self._inherit(memory, row) for row in rows])
-
     def _inherit(self, memory: SharedFile, row: Row) -> bool:
         """Free an incomplete frame of a dead process, unless another process did meanwhile."""
         # the row is taken over before it is blanked: its former owner may still withdraw it at any
@@ -817,7 +812,8 @@ class SharedTier(Immediate):
             return False  # another thread does it
         try:
             seats = memory.deserted()
-            found = [self._empty(memory, seat) for seat in seats]
+            left = [row for row in memory.writing() if row[1] in seats]
+            found = [self._inherit(memory, row) for row in left]
             for seat in seats:
                 memory.abandon(seat)
             return any(found)

@@ -61,9 +61,9 @@ class Rig:
         self.engine.submit(np.array(rows, OPERATION))
         return tags
 
-    def wait(self, timeout_s: float = 0.0, *, least: int = 1) -> list[tuple[int, int]]:
+    def wait(self, timeout_s: float = 0.0) -> list[tuple[int, int]]:
         """Completions that are there: tags and results."""
-        rows = self.engine.wait(timeout_s, least=least).tolist()
+        rows = self.engine.wait(timeout_s).tolist()
         self.owed -= len(rows)
         return rows
 
@@ -73,7 +73,7 @@ class Rig:
         while len(results) < count:
             left_s = end_s - time.monotonic()
             assert left_s > 0, f"{count - len(results)} operations never completed"
-            for tag, result in self.wait(left_s, least=count - len(results)):
+            for tag, result in self.wait(left_s):
                 assert tag not in results, "completed twice"
                 results[tag] = result
         return results

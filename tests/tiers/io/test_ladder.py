@@ -173,9 +173,9 @@ def test_a_refused_flag_means_no_direct_io(tmp_path: Path, monkeypatch: pytest.M
         return true(fd, flags)
 
     monkeypatch.setattr(opening, "set_flags", refuse)
-    fd, direct = opening.open_file(str(tmp_path / "file"), write=True, direct=True)
-    os.close(fd)
-    assert not direct
+    files = opening.DirectFiles(True)
+    os.close(files.open(str(tmp_path / "file"), write=True))
+    assert not files.direct
     assert not opening.allows_direct(str(tmp_path))
 
 

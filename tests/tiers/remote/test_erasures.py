@@ -20,6 +20,7 @@ from tests.inside import (
     ManualClock,
     RemoteErasures,
     StoreError,
+    new_entry,
     realm_name,
 )
 from tests.tiers.frames import key_of, outcomes, put
@@ -35,7 +36,7 @@ def log(engine: FaultyBackend, clock: ManualClock | None = None) -> RemoteErasur
 
 def told(one: RemoteErasures, *keys: bytes, **names: Any) -> None:
     with one.erasing():
-        one.publish(keys, **names)
+        one.publish(new_entry(keys, **names))
 
 
 def heard(one: RemoteErasures) -> Erased:

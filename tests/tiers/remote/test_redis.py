@@ -18,7 +18,15 @@ from flowkv.testing import check_tier
 from flowkv.tiers import Load, Outcome, Store, open_tier
 from flowkv.tiers.remote.tier import RemoteLimits
 from tests.clock import wait_for
-from tests.inside import ConfigError, Redis, RedisTier, StoreError, parse_place, parse_size
+from tests.inside import (
+    ConfigError,
+    Redis,
+    RedisTier,
+    StoreError,
+    new_entry,
+    parse_place,
+    parse_size,
+)
 
 from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 from .faulty import check_swap
@@ -149,7 +157,7 @@ def test_expiry_and_eviction_are_misses(tmp_path: Path) -> None:
         key = b"flowkv:" + key_of("mortal").hex().encode()
         stored(tier, ["mortal"])
         assert 0 < int(server.ask(b"TTL " + key)[1:-2]) <= 600
-        tier.erasure_log.publish([key_of("mortal")])
+        tier.erasure_log.publish(new_entry([key_of("mortal")]))
         assert server.ask(b"TTL flowkv:erased") == b":-1\r\n"  # or all caches drop all they have
         server.ask(b"EXPIRE " + key + b" 0")
         assert hits(tier, ["mortal"]) == 0 and not tier.contains([key_of("mortal")])[0]

@@ -646,7 +646,7 @@ def test_what_is_known_is_bounded() -> None:
     assert [key for key, _ in known.facts()] == [key_of(n) for n in (2, 3, 4)]
     known.launch(key_of(9), 1.0)
     known.land(key_of(9), Fact(7))
-    assert (len(known), known.used_bytes()) == (3, 27) and known.get(key_of(9)) is not None
+    assert (len(known), known.used_bytes) == (3, 27) and known.get(key_of(9)) is not None
 
 
 def test_a_frame_that_flew_while_it_was_deleted_stays_away(
