@@ -794,26 +794,9 @@ class EngineSettings:
         parse_size(self.swap)
         self.order()
 
-    @property
-    def swap_bytes(self) -> int:
-        """Return the most host memory for pages of preempted requests."""
-        return parse_size(self.swap)
-
     def order(self) -> Scheduler:
         """Return the scheduler, made from its name and options."""
         return make_scheduler(self.scheduler, **self.scheduler_options)
-
-
-def make_settings(**given: Any) -> EngineSettings:
-    """Return settings from keywords.
-
-    Raises:
-        ConfigError: A name or value is wrong.
-    """
-    names = [one.name for one in fields(EngineSettings)]
-    for name in given:
-        refuse_unknown("an engine has no setting", name, names)
-    return EngineSettings(**given)
 
 
 # The served model: its runner and sampler, and the limits of its prompts.
@@ -903,6 +886,7 @@ def _transformers(model: Any, kv: KV, sampler: Sampler | None, fixed: bool) -> S
 
 _NUMBERS = count()  # shared by all engines, so that events of one cache have unique numbers
 _FIELDS = [one.name for one in fields(Request) if one.name != "prompt"]
+_SETTINGS = [one.name for one in fields(EngineSettings)]
 
 
 def make_request(prompt: Tokens | Request, fields: Mapping[str, Any]) -> Request:
@@ -1019,7 +1003,9 @@ class Engine:
         sampler: Sampler | None = None,
         **settings: Any,
     ) -> None:
-        self.settings = made = make_settings(**settings)
+        for name in settings:
+            refuse_unknown("an engine has no setting", name, _SETTINGS)
+        self.settings = made = EngineSettings(**settings)
         self.kv = kv
         served = serve(model, kv, runner, sampler, fixed=made.invariant)
         if made.max_rows > kv.config.max_rows:
@@ -1027,7 +1013,7 @@ class Engine:
                 f"max_rows={made.max_rows} with a cache for {kv.config.max_rows} sequences",
                 "Lower it, or give the cache a larger max_rows",
             )
-        keeper = KVManager(kv, served.runner, made.swap_bytes, served.refresh)
+        keeper = KVManager(kv, served.runner, parse_size(made.swap), served.refresh)
         limits = Limits(made.max_rows, made.token_budget, kv.page_size, made.watermark)
         turns = CountedTurns(made.order(), limits, keeper)
         self._inbox = Inbox(made.max_waiting)

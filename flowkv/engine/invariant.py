@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import Parameter, functional
@@ -44,15 +44,8 @@ ALIGNED = 64
 """Alignment in bytes: a product over rows at other addresses may add up in another order."""
 
 
-class ProductShape(NamedTuple):
-    """Properties that the kernel of a product may depend on, beside the number of rows."""
-
-    dtype: torch.dtype
-    device: torch.device
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    bias: bool
-    threads: int
+Shape = tuple[Any, ...]
+"""What the kernel of a product may depend on, beside the number of rows."""
 
 
 class Products:
@@ -66,8 +59,8 @@ class Products:
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[ProductShape, list[int]] = {}
-        self._asked: set[tuple[ProductShape, int]] = set()
+        self._sizes: dict[Shape, list[int]] = {}
+        self._asked: set[tuple[Shape, int]] = set()
         self._pads: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = {}
 
     def __call__(
@@ -86,10 +79,8 @@ class Products:
         rows = x.shape[0]
         if not rows or not x.shape[1]:
             return _product(x, weight, bias)
-        threads = torch.get_num_threads()
-        shape = ProductShape(
-            x.dtype, x.device, weight.shape, weight.stride(), bias is not None, threads
-        )
+        own = weight.shape, weight.stride(), bias is not None
+        shape = (x.dtype, x.device, *own, torch.get_num_threads())
         sizes = self._agreeing(shape, rows, weight, bias)
         least, begin = sizes[0], 0
         if rows < least:
@@ -117,10 +108,10 @@ class Products:
         return pad[:rows]
 
     def _agreeing(
-        self, shape: ProductShape, rows: int, weight: torch.Tensor, bias: torch.Tensor | None
+        self, shape: Shape, rows: int, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> list[int]:
         """Return the block sizes that agree with each other, of those that `rows` rows can use."""
-        wanted = SIZES.get(shape.dtype, OTHERS)
+        wanted = SIZES.get(weight.dtype, OTHERS)
         sizes = self._sizes.get(shape)
         if sizes is None:
             free = self._is_free(wanted[0], weight, bias)

@@ -198,31 +198,28 @@ class Answer(Future[Completion]):
 
     def __iter__(self) -> Iterator[int]:
         heard = threading.Semaphore(0)
-        ear, at = _Ear(heard.release), 0
-        self._listen(ear)
-        try:
-            while True:
-                over, made = self.done(), self._made
-                while at < len(made):
-                    yield made[at]
-                    at += 1
-                if over:
-                    break
+        for token in self._stream(_Ear(heard.release)):
+            if token is None:
                 self._may_wait()
                 heard.acquire()
-                ear.told = False
-        finally:
-            self._leave(ear)
-        if (error := super().exception()) is not None:
-            raise error
+            else:
+                yield token
 
     async def __aiter__(self) -> AsyncIterator[int]:
         heard = asyncio.Event()
-        ear, at = _Ear(heard.set, asyncio.get_running_loop()), 0
+        for token in self._stream(_Ear(heard.set, asyncio.get_running_loop())):
+            if token is None:
+                await heard.wait()
+                heard.clear()
+            else:
+                yield token
+
+    def _stream(self, ear: _Ear) -> Iterator[int | None]:
+        """Yield the tokens, and None where the caller waits until the ear is woken."""
+        at = 0
         self._listen(ear)
         try:
             while True:
-                heard.clear()
                 ear.told = False
                 over, made = self.done(), self._made
                 while at < len(made):
@@ -230,7 +227,7 @@ class Answer(Future[Completion]):
                     at += 1
                 if over:
                     break
-                await heard.wait()
+                yield None
         finally:
             self._leave(ear)
         if (error := super().exception()) is not None:

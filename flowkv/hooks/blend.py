@@ -496,11 +496,7 @@ class Blender:
         return sorted(self.turns)[:2][-1]
 
     def _put(
-        self,
-        step: Step,
-        places: list[FoundSpan],
-        sources: Mapping[int, Sequence],
-        start: int,
+        self, step: Step, places: list[FoundSpan], sources: Mapping[int, Sequence], start: int
     ) -> torch.Tensor:
         """Write rotated K and V of documents; return the second layer's values, else zeros."""
         planner, count = Planner.of(step.seqs[0]), int(step.counts[0])

@@ -93,12 +93,7 @@ class CudaRecorder:
         """
         side, own = _capture_stream(self._device), torch.cuda.current_stream(self._device)
         # torch leaves the thread on the capture's stream if the capture fails: `own` is set again.
-        with (
-            _CAPTURING,
-            _no_collection(),
-            torch.cuda.device(self._device),
-            torch.cuda.stream(own),
-        ):
+        with _CAPTURING, _no_collection(), torch.cuda.device(self._device), torch.cuda.stream(own):
             run()
             with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
                 before = torch.cuda.memory_reserved()  # unused memory was given back by now

@@ -766,11 +766,9 @@ class Walk:
                 self._released_builtin(name)
 
     def _global(self, path: str, value: Any, names: frozenset[str]) -> None:
-        if path in self.leaves:
-            if not isinstance(value, types.ModuleType):
-                return
-        elif not isinstance(value, types.ModuleType):
-            self._shipped(path, value)
+        if not isinstance(value, types.ModuleType):
+            if path not in self.leaves:
+                self._shipped(path, value)
             return
         self.leaves[path] = f"python module {value.__name__}"
         if (id(value), names) in self._members:
@@ -792,12 +790,10 @@ class Walk:
         value = vars(builtins)[name]
         self._watch_names(vars(builtins), [name])
         own = type(value) in PLAIN or getattr(value, "__module__", "builtins") == "builtins"
-        if not own and name not in ("open", "exit", "quit", "copyright", "credits", "license"):
-            self._reject(f"<builtins>:{name}", "patched")
-        elif isinstance(value, (types.BuiltinFunctionType, type)) and value.__name__ != name:
-            if name not in ("EnvironmentError", "IOError", "WindowsError"):
-                self._reject(f"<builtins>:{name}", "patched")
-        elif isinstance(value, types.FunctionType):
+        own |= name in ("open", "exit", "quit", "copyright", "credits", "license")
+        if isinstance(value, (types.BuiltinFunctionType, type)) and value.__name__ != name:
+            own &= name in ("EnvironmentError", "IOError", "WindowsError")
+        if not own or isinstance(value, types.FunctionType):
             self._reject(f"<builtins>:{name}", "patched")
 
     def _builtin(self, path: str, value: Any) -> bool:
@@ -972,25 +968,20 @@ _TABLE = 256
 _TINY, _HALF = sys.float_info.min, 0.5
 
 
+_PLACES = {
+    "tf32": "backends.cuda.matmul.allow_tf32",
+    "cudnn": "backends.cudnn.allow_tf32",
+    "fp16": "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "bf16": "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "mkldnn": "backends.mkldnn.matmul.fp32_precision",
+    "cached": "nn.utils.parametrize._cache_enabled",
+    "fill": "utils.deterministic.fill_uninitialized_memory",
+}
 _FLAGS: dict[str, Callable[[], Any]] = {
     "matmul": torch.get_float32_matmul_precision,
-    "tf32": functools.partial(getattr, torch.backends.cuda.matmul, "allow_tf32"),
-    "cudnn": functools.partial(getattr, torch.backends.cudnn, "allow_tf32"),
-    **{
-        kind: functools.partial(
-            getattr, torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction"
-        )
-        for kind in ("fp16", "bf16")
-    },
-    "mkldnn": functools.partial(
-        operator.attrgetter("matmul.fp32_precision"), torch.backends.mkldnn
-    ),
     "dtype": torch.get_default_dtype,
     "deterministic": torch.are_deterministic_algorithms_enabled,
-    "cached": functools.partial(getattr, parametrize, "_cache_enabled"),
-    "fill": functools.partial(
-        getattr, torch.utils.deterministic, "fill_uninitialized_memory", None
-    ),
+    **{name: functools.partial(operator.attrgetter(at), torch) for name, at in _PLACES.items()},
 }
 """The switches that change what the same code computes."""
 

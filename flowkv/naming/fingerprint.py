@@ -63,9 +63,7 @@ class _Read(NamedTuple):
     """Record of a tensor at the time of its reading."""
 
     tensor: torch.Tensor
-    layout: Any
-    address: int
-    version: int
+    state: tuple[Any, ...]  # see `_LOOKS`
     parts: list[torch.Tensor]  # plain tensors that hold its content
     sums: bytes
     streamed: Streamed | None = None  # then parts have no memory
@@ -74,11 +72,7 @@ class _Read(NamedTuple):
         """Return whether the tensor has had no counted write, and has the same place in memory."""
         if self.streamed is not None:
             return _streamed(self.tensor) is self.streamed
-        return (
-            version_of(self.tensor) == self.version
-            and _address(self.tensor) == self.address
-            and _layout(self.tensor) == self.layout
-        )
+        return _state_of(self.tensor) == self.state
 
 
 _LOOKS = (
@@ -88,7 +82,8 @@ _LOOKS = (
     attrgetter("shape"),
     methodcaller("stride"),
 )
-"""Readers of the compared attributes of a tensor, in C for speed."""
+"""Readers of the compared attributes of a tensor, in C for speed. `t_`, `as_strided_` and the like
+change nothing but dtype, shape or strides."""
 
 
 class _Glance(NamedTuple):
@@ -146,14 +141,14 @@ class Weights:
                 reads[id(tensor)] = known
             elif (at := _streamed(tensor)) is not None and (sums := at.sums()) is not None:
                 parts = list(_ordered(at.like))
-                reads[id(tensor)] = _Read(tensor, None, 0, 0, parts, sums, at)
+                reads[id(tensor)] = _Read(tensor, (), parts, sums, at)
             else:
                 fresh.setdefault(id(tensor), (tensor, list(parts_of(tensor))))
         # Versions are read before the content, so that a write meanwhile counts as a later one.
-        counts = {key: (_address(t), version_of(t)) for key, (t, _) in fresh.items()}
+        states = {key: _state_of(tensor) for key, (tensor, _) in fresh.items()}
         for key, sums in _sums({key: parts for key, (_, parts) in fresh.items()}).items():
             tensor, parts = fresh[key]
-            reads[key] = _Read(tensor, _layout(tensor), *counts[key], parts, sums)
+            reads[key] = _Read(tensor, states[key], parts, sums)
         self._hold(reads)
         self.n_bytes = sum(part.nbytes for read in reads.values() for part in read.parts)
         digest = hashlib.sha256(b"flowkv.weights/2")
@@ -187,7 +182,7 @@ class Weights:
         met = [read for read in reads.values() if read.streamed is None]
         self._streamed = [read for read in reads.values() if read.streamed is not None]
         self._met = [read.tensor for read in met]
-        self._states = [(r.version, r.address, *(r.layout or ())) for r in met]
+        self._states = [read.state for read in met]
 
     def roll(self, n_bytes: int) -> bool:
         """Read the next bytes of a rolling reading, at least one block.
@@ -418,25 +413,15 @@ def sums_of(data: torch.Tensor) -> bytes:
 
 
 def _sums(parts: Mapping[int, list[torch.Tensor]]) -> dict[int, bytes]:
-    """Return the sums of all blocks of all tensors, with one synchronization per device."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    places: dict[int, list[tuple[torch.device, int]]] = {}
-    for key, tensors in parts.items():
-        places[key] = []
-        for part in tensors:
-            sums = checksum(_words(bytes_of(part)), _BLOCK_WORDS)
-            found.setdefault(part.device, []).append(sums)
-            places[key].append((part.device, len(sums)))
-    read = {device: torch.cat(sums).cpu().numpy() for device, sums in found.items()}
-    at = dict.fromkeys(read, 0)
-    digests = {}
-    for key, each in places.items():
-        pieces = []
-        for device, count in each:
-            pieces.append(read[device][at[device] : at[device] + count].tobytes())
-            at[device] += count
-        digests[key] = b"".join(pieces)
-    return digests
+    """Return the sums of all blocks of all tensors; no read waits for a device before the last."""
+    found = {
+        key: Later(*(checksum(_words(bytes_of(part)), _BLOCK_WORDS) for part in tensors))
+        for key, tensors in parts.items()
+    }
+    return {
+        key: b"".join(sums.numpy().tobytes() for sums in later.result() if sums is not None)
+        for key, later in found.items()
+    }
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -447,16 +432,12 @@ def version_of(tensor: torch.Tensor) -> int:
         return -1
 
 
-def _layout(tensor: torch.Tensor) -> Any:
-    """Return dtype, shape and strides; `t_`, `as_strided_` and the like change nothing else."""
-    try:
-        return tensor.dtype, tensor.shape, tensor.stride()
-    except RuntimeError:  # sparse and nested tensors have none
-        return None
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a wrapper without storage of its own
-        return -1
+def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the compared attributes of a tensor; None for those it has not, as some classes."""
+    found = list[Any]()
+    for look in _LOOKS:
+        try:
+            found.append(look(tensor))
+        except RuntimeError:
+            found.append(None)
+    return tuple(found)

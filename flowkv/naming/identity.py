@@ -229,14 +229,12 @@ class Identity:
             seconds: Duration of the call before.
         """
         least = -(-self.n_bytes // (CALLS - 2))  # one call compares late, one ends the reading
-        end_s = time.monotonic() + _SHARE * seconds
-        done = 0
+        end_s, part = time.monotonic() + _SHARE * seconds, least
         while True:
             passes = self.weights.passes
-            part = least if not done else min(_SLICE_BYTES, least)
             if not self.weights.roll(part):
                 return False
-            done += part
+            part = min(_SLICE_BYTES, least)
             ended = self.weights.passes > passes or self.weights.waits
             if ended or time.monotonic() >= end_s:
                 return True
@@ -266,11 +264,8 @@ register_optimizer_step_post_hook(_stepped)
 
 def drawn() -> tuple[bytes, ...]:
     """Return the states of torch's generators; a forward without random draws keeps them."""
-    states = [torch.get_rng_state().numpy().tobytes()]
-    if torch.cuda.is_initialized():
-        for device in range(torch.cuda.device_count()):
-            states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
-    return tuple(states)
+    more = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return tuple(state.numpy().tobytes() for state in (torch.get_rng_state(), *more))
 
 
 def modes(*, own: bool = True) -> str:

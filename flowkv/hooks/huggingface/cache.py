@@ -388,11 +388,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Attributes that are the layer's state beside its pages."""
 
     def __init__(
-        self,
-        rows: Rows,
-        placed: PlacedLayer,
-        spec: LayerSpec,
-        cache: weakref.ref[PagedCache],
+        self, rows: Rows, placed: PlacedLayer, spec: LayerSpec, cache: weakref.ref[PagedCache]
     ) -> None:
         super().__init__()
         self._cache = cache

@@ -52,21 +52,8 @@ from flowkv.hooks.huggingface.rows import (
     without_known,
 )
 from flowkv.hooks.huggingface.thin import Thinning
-from flowkv.hooks.huggingface.versions import (
-    PREFILL,
-    DynamicCache,
-    EncoderDecoderCache,
-    captured,
-)
-from flowkv.naming.identity import (
-    TRACED,
-    TRANSFORM,
-    Identity,
-    Proof,
-    drawn,
-    modes,
-    transformed,
-)
+from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
+from flowkv.naming.identity import TRACED, TRANSFORM, Identity, Proof, drawn, modes, transformed
 from flowkv.policy.sparsify import Sparsifier
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "_prefill", "forward")
@@ -117,12 +104,7 @@ class ForwardHook:
     captures = True  # these hooks work with steps that are captured as graphs
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        kv: KV,
-        plan: ModelPlan,
-        identity: Identity,
-        switch: Switch,
+        self, model: torch.nn.Module, kv: KV, plan: ModelPlan, identity: Identity, switch: Switch
     ) -> None:
         self._model = weakref.ref(model)
         self.kv, self.plan, self.identity, self.switch = kv, plan, identity, switch

@@ -29,12 +29,7 @@ from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import stand_for
 from flowkv.core.errors import ConfigError, FlowKVError, StateError
 from flowkv.core.keys import Salt, as_tokens
-from flowkv.hooks.huggingface.probe import (
-    execution_device,
-    native_cache,
-    ordinary_tokens,
-    quiet,
-)
+from flowkv.hooks.huggingface.probe import execution_device, native_cache, ordinary_tokens, quiet
 from flowkv.hooks.huggingface.rows import closed_on_error, goes_on, replace_all, same_encoding
 from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.naming.computation import code_of

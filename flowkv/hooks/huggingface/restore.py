@@ -225,11 +225,7 @@ class Nested:
     """
 
     def __init__(
-        self,
-        door: Any,
-        call: ForwardCall,
-        types: Mapping[str, torch.Tensor],
-        fill: Fill,
+        self, door: Any, call: ForwardCall, types: Mapping[str, torch.Tensor], fill: Fill
     ) -> None:
         # The call itself is not kept: it refers to the cache, and the cache refers to this.
         self._door, self._model, self._plan, self._names = door, door.model, door.plan, call.names
@@ -401,11 +397,7 @@ class Restoring:
     """
 
     def __init__(
-        self,
-        kv: KV,
-        seqs: list[Sequence],
-        pads: Items[int],
-        types: Mapping[str, torch.Tensor],
+        self, kv: KV, seqs: list[Sequence], pads: Items[int], types: Mapping[str, torch.Tensor]
     ) -> None:
         self._kv, self._seqs, self._pads, self.types = kv, seqs, list(pads), types
         self._coming: list[_Coming] = []

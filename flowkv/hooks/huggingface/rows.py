@@ -332,10 +332,7 @@ class Rows:
     # ---- token ids
 
     def record_ids(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor | None,
-        padded: torch.Tensor | None = None,
+        self, ids: torch.Tensor, positions: torch.Tensor | None, padded: torch.Tensor | None = None
     ) -> None:
         """Record the ids of the columns that begin at `base`; they are read when a page fills.
 
