@@ -710,19 +710,15 @@ def _describe(tensors: Mapping[str, torch.Tensor], flat: Mapping[str, memoryview
 def _parts(flat: Iterable[memoryview]) -> Iterator[bytearray]:
     """Yield parts of the tensors' bytes, in which each tensor begins at a multiple of 4 KiB."""
     part = bytearray()
-    for view in flat:
+    for piece in (piece for view in flat for piece in (view, bytes(-len(view) % GRANULE_BYTES))):
         at = 0
-        while at < len(view):
-            taken = view[at : at + PART_BYTES - len(part)]
+        while at < len(piece):
+            taken = piece[at : at + PART_BYTES - len(part)]
             part += taken
             at += len(taken)
             if len(part) == PART_BYTES:
                 yield part
                 part = bytearray()
-        part += bytes(-len(part) % GRANULE_BYTES)
-        if len(part) == PART_BYTES:
-            yield part
-            part = bytearray()
     if part:
         yield part + bytes(_padded(len(part)) - len(part))
 

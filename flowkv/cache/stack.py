@@ -56,7 +56,7 @@ def open_pools(geometry: Geometry, config: Config) -> dict[str, PagePool]:
         ]
         on_cpu = torch.device(device).type != "cuda"
         place = config.places(on_cpu=on_cpu)[0]
-        total = memory_bytes() if on_cpu else _device_bytes(device)
+        total = memory_bytes() if on_cpu else torch.cuda.get_device_properties(device).total_memory
         size, codecs = place.size_bytes(total) or 0, max(len(found.layouts) for found in forms)
         pools[device] = PagePool(device, size, granules, least_slabs=4 * codecs)
     return pools
@@ -84,10 +84,6 @@ def computes(namespace: Namespace, geometry: Geometry) -> str:
     ]
     said = "\n".join([namespace.title, namespace.geometry, *names])
     return hashlib.sha256(said.encode()).hexdigest()
-
-
-def _device_bytes(device: str) -> int:
-    return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
 
 
 # The learned models of policies, in a small file within a disk tier's directory.

@@ -245,10 +245,15 @@ def resume(lines: Planner, seq: Sequence) -> None:
     lines.store.hold(*held)  # before room is made, which might take them
     fresh: dict[tuple[int, int], list[int]] = {}
     try:
-        fresh = lines.allocate(_wanted(saved))
+        each = [(g, page) for g, pages in enumerate(saved) for page in pages]
+        away = ((g, page) for g, page in each if page is not None and _there(page) is None)
+        fresh = lines.allocate(Counter((g, page.codec) for g, page in away))
         placed = [_place(lines, g, pages, fresh) for g, pages in enumerate(saved)]
     except BaseException:  # the device may have no memory for a transfer, for instance
-        _give_back(lines, held, fresh)
+        for block in held:
+            lines.store.drop(block)
+        for (g, _), taken in fresh.items():
+            lines.store.pool(g).release(*taken)
         raise
     for g, pages in enumerate(saved):
         seq.first_page[g] = next((n for n, page in enumerate(pages) if page), len(pages))
@@ -259,25 +264,9 @@ def resume(lines: Planner, seq: Sequence) -> None:
     lines.tables.state[seq.row] = READY
 
 
-def _give_back(lines: Planner, held: list[Block], fresh: dict[tuple[int, int], list[int]]) -> None:
-    for block in held:
-        lines.store.drop(block)
-    for (g, _), pages in fresh.items():
-        lines.store.pool(g).release(*pages)
-
-
 def _there(page: Copy | SwappedCopy | None) -> Block | None:
     """Return the block of a saved page that is still on the device."""
     return page.block if isinstance(page, SwappedCopy) and page.content is None else None
-
-
-def _wanted(saved: Saved) -> Counter[tuple[int, int]]:
-    return Counter(
-        (g, page.codec)
-        for g, pages in enumerate(saved)
-        for page in pages
-        if page is not None and _there(page) is None
-    )
 
 
 def _place(
