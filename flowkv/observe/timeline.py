@@ -451,18 +451,14 @@ class Serving(Closing):
         self._busy_s += seconds
         self._used_s += used * seconds
         self._row_s += step.rows * seconds
-        self._totals.update(
-            steps=1,
-            made_tokens=step.made_tokens,
-            prefill_tokens=step.prefill_tokens,
-            decode_tokens=step.decode_tokens,
-        )
         levels = {"rows": step.rows, "waiting": step.waiting, "aside": step.aside, "kv": used}
         for name, level in levels.items():
             self._most[name] = max(self._most.get(name, 0), level)
         self.series.set(step.started_s, levels, weight=seconds)
         counted = {"made": step.made_tokens, "prefill": step.prefill_tokens}
-        self.series.count(step.started_s, counted | {"decode": step.decode_tokens})
+        counted["decode"] = step.decode_tokens
+        self._totals.update(counted, steps=1)
+        self.series.count(step.started_s, counted)
         self._sample(step.started_s + seconds)
 
     def _finished(self, event: events.Finished) -> None:
@@ -510,7 +506,7 @@ class Serving(Closing):
         with self._lock:
             span_s = max(0.0, self._until_s - self._begun_s)
             totals, most, busy_s = self._totals, self._most, self._busy_s
-            made, finished = totals["made_tokens"], self.moves.by("finished_total", "reason")
+            made, finished = totals["made"], self.moves.by("finished_total", "reason")
             found = self.moves.by("hit_tokens_total", "tier")
             known = sum(found.values()) + self.moves.total("miss_tokens_total")
             kept, dropped = (self.moves.total("preemptions_total", kept=k) for k in (True, False))
@@ -522,7 +518,7 @@ class Serving(Closing):
                 "steps": totals["steps"],
                 "busy_s": busy_s,
                 "made_tokens": made,
-                "prefill_tokens": totals["prefill_tokens"],
+                "prefill_tokens": totals["prefill"],
                 "reused_tokens": int(reused),
                 "tokens_per_s": made / span_s if span_s else 0.0,
                 "requests_per_s": sum(finished.values()) / span_s if span_s else 0.0,
