@@ -28,6 +28,7 @@ from flowkv.observe.events import Closing
 from flowkv.tiers.base import FrameInfo, Load, Outcome
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, aligned, peek_header_bytes
+from flowkv.tiers.io.engine import FileIO
 
 # Format of the file that `KV.export` writes and `KV.load` reads: one file with many frames.
 #
@@ -120,11 +121,7 @@ class ArchiveWriter:
             self._write(index)
             self._file.write(_END.pack(MAGIC, at, len(index), xxhash.xxh3_128_digest(index)))
             self._replacing.__exit__(None, None, None)
-            directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            FileIO().sync_directory(str(self.path.parent))
             self.n_bytes = self.path.stat().st_size
 
     def _write(self, *parts: bytes | bytearray | memoryview) -> None:

@@ -57,7 +57,7 @@ class TierCopies:
         """Return the codecs that a tier's copy of a page may have; () if it is unreadable."""
         if block.group >= len(self._forms):
             return ()  # a block of another model
-        forms, codec = self._forms[block.group], block.codecs >> 4 * number & UNKNOWN
+        forms, codec = self._forms[block.group], block.codec_on(number)
         if codec == UNKNOWN:
             return forms.likely
         return (codec,) if codec in forms.layouts else ()
@@ -69,7 +69,5 @@ class TierCopies:
         moving = self._mover.on_the_way(block.key, number) if block.going >> number & 1 else None
         if moving is not None:
             return moving.store.body.nbytes
-        layouts = self._forms[block.group].layouts if block.group < len(self._forms) else {}
-        if known := layouts.get(block.codecs >> 4 * number & UNKNOWN):
-            return known.page_bytes
-        return max([layouts[c].page_bytes for c in self.codecs(block, number)], default=0)
+        codecs = self.codecs(block, number)
+        return max([self._forms[block.group].layouts[c].page_bytes for c in codecs], default=0)

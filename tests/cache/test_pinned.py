@@ -174,30 +174,25 @@ class FakeStreams:
     def _direction(self, to_device: bool) -> list[Any]:
         return self.queues["up" if to_device else "down"]
 
-    def scatter(self, *move: Any) -> None:
-        self._kernel("scatter", dispatch.scatter_pages, *move)
-
-    def gather(self, *move: Any) -> None:
-        self._kernel("gather", dispatch.gather_pages, *move)
-
-    def _kernel(
+    def move(
         self,
-        name: str,
-        move: Callable[..., None],
         pages: torch.Tensor,
         granules: Sequence[int],
         memory: torch.Tensor,
         lines: Sequence[int],
         n_bytes: int,
+        *,
+        to_device: bool,
     ) -> None:
-        self.calls.append(f"{name} {len(granules)}")
+        kernel = dispatch.scatter_pages if to_device else dispatch.gather_pages
+        self.calls.append(f"{'scatter' if to_device else 'gather'} {len(granules)}")
         where, those = (torch.tensor(x, dtype=torch.int32) for x in (granules, lines))
         there = at(memory)
 
         def carry_out() -> None:
-            move(pages, where, n_bytes // GRANULE, there(), lines=those)
+            kernel(pages, where, n_bytes // GRANULE, there(), lines=those)
 
-        self._direction(name == "scatter").append((None, carry_out))
+        self._direction(to_device).append((None, carry_out))
 
     def digest(
         self,
