@@ -8,7 +8,6 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,6 +24,7 @@ from flowkv.core.files import MALFORMED, open_regular, replacing, sensible
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES, ROOT
 from flowkv.observe.events import Closing
+from flowkv.observe.timeline import joined
 from flowkv.tiers.base import FrameInfo, Load, Outcome
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, aligned, peek_header_bytes
@@ -722,17 +722,10 @@ def _parts(flat: Iterable[memoryview]) -> Iterator[bytearray]:
 
 def _spans(tensors: Iterable[_Tensor], n_bytes: int) -> list[tuple[int, int]]:
     """Return the byte ranges of the stripes that hold tensors, merged and in order."""
-    last, spans = (n_bytes - 1) // PART_BYTES * PART_BYTES, list[tuple[int, int]]()
+    last, step = (n_bytes - 1) // PART_BYTES * PART_BYTES, STRIPE_BYTES
     end = last + _padded(n_bytes - last) if n_bytes else 0
-    for one in sorted((t for t in tensors if t.tensor_bytes), key=lambda t: t.offset):
-        start = one.offset // STRIPE_BYTES * STRIPE_BYTES
-        stop = min(-(-(one.offset + one.tensor_bytes) // STRIPE_BYTES) * STRIPE_BYTES, end)
-        if spans and start <= spans[-1][1]:
-            spans[-1] = spans[-1][0], max(stop, spans[-1][1])
-        else:
-            spans.append((start, stop))
-    assert all(a[1] < b[0] for a, b in pairwise(spans))
-    return spans
+    some = [(one.offset, one.offset + one.tensor_bytes) for one in tensors if one.tensor_bytes]
+    return joined((a // step * step, min(-(-b // step) * step, end)) for a, b in some)
 
 
 def _tensor(one: _Tensor, spans: list[tuple[int, int]], buffers: list[bytearray]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,6 +31,7 @@ from flowkv.observe.metrics import RULES, Level, Metrics, Series, Spread, Tenanc
 COMPUTING = ("compute", "suffix")
 """Engines that are the model; every other one is a tier."""
 
+Number = TypeVar("Number", int, float)
 _MOST_UNDER_WAY = 1024  # requests that may still end; older ones were cancelled
 
 
@@ -192,9 +193,9 @@ def idle(span: events.RestoreSpan) -> bool:
     return not (span.seconds or span.n_bytes)
 
 
-def joined(pieces: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def joined(pieces: Iterable[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
     """Return intervals in ascending order, with touching and overlapping ones merged."""
-    found: list[tuple[float, float]] = []
+    found: list[tuple[Number, Number]] = []
     for first, stop in sorted(pieces):
         if found and first <= found[-1][1]:
             found[-1] = (found[-1][0], max(stop, found[-1][1]))

@@ -352,7 +352,9 @@ def _draw_spread(axes: Axes, spread: Spread, colour: str) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = spread_ends(spread)
-    held, edges = spread_bars(spread, low, high)
+    edges = np.geomspace(low, high, _BARS + 1)
+    counts, _ = np.histogram(np.clip(spread.newest, edges[0], edges[-1]), edges)
+    held = counts.tolist()  # values below are in the first bar
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     axes.grid(visible=False)
@@ -378,13 +380,6 @@ def spread_ends(spread: Spread) -> tuple[float, float]:
         middle = math.sqrt(low * high)
         low, high = middle / math.sqrt(3), middle * math.sqrt(3)
     return low, high
-
-
-def spread_bars(spread: Spread, low: float, high: float) -> tuple[list[int], np.ndarray]:
-    """Return the newest values per bar, and the bars' edges; values below are in the first bar."""
-    edges = np.geomspace(low, high, _BARS + 1)
-    held, _ = np.histogram(np.clip(spread.newest, edges[0], edges[-1]), edges)
-    return held.tolist(), edges
 
 
 # Charts over time.
