@@ -240,11 +240,6 @@ class Copies:
         self._end = weakref.finalize(self, _end, self._coming, self._leaving)
         self._end.atexit = False
 
-    @property
-    def why(self) -> str:
-        """Return the reason why slots are not used; "" where they are."""
-        return self.slots.why
-
     def stage(self, count: int, n_bytes: int) -> list[torch.Tensor]:
         """Return rows of pinned memory, with arbitrary content.
 
@@ -484,8 +479,8 @@ def open_copies(streams: CudaStreams, pages: torch.Tensor, slots: SlotPool | Non
                 n_bytes: int = STAGING_BYTES) -> Copies:  # fmt: skip
     """Return the copies for the pages of a device.
 
-    Where the driver does not register memory, torch's own pinned memory is used; `why` is then the
-    reason.
+    Where the driver does not register memory, torch's own pinned memory is used; `slots.why` is
+    then the reason.
 
     Args:
         streams: Copy streams of the device.

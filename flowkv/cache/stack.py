@@ -281,8 +281,8 @@ def store_report(
             "codecs": pool.bytes_by_codec(),
             "compression": _compression(store, tables, device),
         }
-        if pool.copies is not None:
-            staging = {"used_bytes": pool.copies.staged_bytes(), "why_not_pinned": pool.copies.why}
+        if (copies := pool.copies) is not None:
+            staging = {"used_bytes": copies.staged_bytes(), "why_not_pinned": copies.slots.why}
             report["devices"][device]["staging"] = staging
     report["policies"] = {place.name: _policy(place, quotas) for place in store.places}
     report["ghosts"] = len(store.index.ghosts)
