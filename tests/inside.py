@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from flowkv.cache import restore as cache_restore
     from flowkv.cache.audit import due
     from flowkv.cache.block_table import Planner, relocate
-    from flowkv.cache.closed_tails import ClosedTails
     from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
     from flowkv.cache.index import (
         UNKNOWN,
@@ -72,7 +71,7 @@ if TYPE_CHECKING:
     from flowkv.cache.sequence import CLOSED, READY, Guard, Tables, session_number
     from flowkv.cache.stack import breaker
     from flowkv.cache.step import CURRENT, Step
-    from flowkv.cache.store import NextVictims, PageStore, Samples, Verdict
+    from flowkv.cache.store import ClosedTails, NextVictims, PageStore, Samples, Verdict
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
     from flowkv.cache.tier_stack import TierStack
     from flowkv.cli import command, doctor

@@ -114,7 +114,7 @@ def pieces(machine: Machine, size: int, count: int) -> Iterator[dict[str, Any]]:
     arrived = pages.view(2 * count, size)[index].cpu()
     right = torch.equal(arrived, torch.stack(rows))
     right = right and torch.equal(torch.stack(down()), torch.stack(rows))
-    about = {"pinned": copies.why or "registered"}
+    about = {"pinned": copies.slots.why or "registered"}
     for case, call, limit in (("to", up, "to_device"), ("from", down, "to_host")):
         name = f"{title} {case} the device"
         if not right:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, suppress
 from operator import attrgetter
@@ -257,7 +257,7 @@ class Planner:
         tables: Block tables of all sequences.
         guard: The KV lock; every public method takes it.
         measured: Called with the tokens, seconds and mean position of each committed step.
-        prefetches: Prefetcher of the pages expected next; None without tiers to load from.
+        prefetchers: Prefetchers of the pages expected next; none without tiers to load from.
         tails: Partial pages of closed sequences; decides which sequences may publish.
         on_non_finite: See `Publisher`.
         on_refusal: See `Sealer`.
@@ -269,7 +269,7 @@ class Planner:
         tables: Tables,
         guard: Guard,
         measured: Callable[[int, float, float], None],
-        prefetches: EdgePrefetcher | None,
+        prefetchers: Collection[EdgePrefetcher],
         *,
         tails: Tails,
         on_non_finite: Callable[[int, int], None],
@@ -290,7 +290,7 @@ class Planner:
         self.sealer = Sealer(store, tables, self.pending, on_refusal) if encodes else None
         self.compactor = Compactor(store, tables, store.defragment_bytes)
         self.overflow = Overflow(store, tables, guard) if store.overflows else None
-        self.measured, self._prefetches = measured, prefetches
+        self.measured, self._prefetchers = measured, prefetchers
         self._timers = deque[tuple[DeviceTimer, float, int, float | None, Fronts]]()
         self.publisher = Publisher(
             store,
@@ -410,22 +410,17 @@ class Planner:
                 first = len(seq.blocks[g])
                 self.tables.reserve(first + len(fresh))
                 for page_no, page in enumerate(fresh, first):
-                    self._place(seq, g, page_no, page)
+                    self.put(seq, g, page_no, page)
 
     def put(self, seq: Sequence, group: int, page_no: int, page: int) -> None:
         """Put a page at `page_no` into a sequence's row, behind its other pages; -1 is a hole."""
         with self.guard:
             self.tables.reserve(page_no + 1)
-            self._place(seq, group, page_no, page)
-
-    def _place(self, seq: Sequence, group: int, page_no: int, page: int) -> None:
-        blocks = seq.blocks[group]
-        if page_no == len(blocks):
-            blocks.append(None)
-        else:
+            blocks = seq.blocks[group]
+            blocks += [None] * (page_no == len(blocks))
             blocks[page_no] = None
-        self.tables.pages[group][seq.row, page_no] = page
-        self.tables.mark_changed()
+            self.tables.pages[group][seq.row, page_no] = page
+            self.tables.mark_changed()
 
     def _let_go(self, seq: Sequence, group: int, first: int, stop: int) -> None:
         line, blocks = self.tables.pages[group][seq.row, first:stop], seq.blocks[group][first:stop]
@@ -466,7 +461,7 @@ class Planner:
                 raise
             for g, page in own:
                 self._let_go(seq, g, page_nos[g], page_nos[g] + 1)
-                self._place(seq, g, page_nos[g], page)
+                self.put(seq, g, page_nos[g], page)
         self.tables.shared[seq.row] = False
 
     def _fixed(self, seq: Sequence, group: int, page_no: int) -> bool:
@@ -787,8 +782,9 @@ class Planner:
             if step.flags & FILLS:
                 ahead = self.store.eviction.copy_ahead
                 ahead(lambda: all(seq.length > seq.prompted for seq in seqs))
-            if self._prefetches is not None and self._prefetches.due_ns < NEVER_NS:
-                self.look_ahead()
+            for one in self._prefetchers:
+                if one.due_ns < NEVER_NS:
+                    one.edge()
         self.guard.run_deferred()
 
     def measure(
@@ -855,9 +851,8 @@ class Planner:
 
     def look_ahead(self) -> None:
         """Start prefetches if any are due. Callers hold the KV lock."""
-        due_ns = self._prefetches.due_ns if self._prefetches is not None else NEVER_NS
-        if self._prefetches is not None and due_ns < NEVER_NS:
-            self._prefetches.edge()
+        for one in self._prefetchers:
+            one.edge()
 
     def undo(self, step: Advance) -> None:
         """Release the pages that `reserve` allocated for a step that is rolled back."""

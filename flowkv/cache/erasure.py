@@ -42,8 +42,7 @@ class Realm(NamedTuple):
 
     def holds(self, info: FrameInfo | Block) -> bool:
         """Return whether a frame or block belongs to the realm."""
-        tenant, namespace = self.tenant in (None, info.tenant), self.namespace
-        return tenant and namespace in (None, info.namespace)
+        return self.covers((info.namespace, info.tenant, 0))
 
     def covers(self, realm: tuple[bytes, bytes, int]) -> bool:
         """Return whether ghosts of a (namespace, tenant, group) belong to the realm."""

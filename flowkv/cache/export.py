@@ -8,7 +8,6 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,9 +24,11 @@ from flowkv.core.files import MALFORMED, open_regular, replacing, sensible
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES, ROOT
 from flowkv.observe.events import Closing
+from flowkv.observe.timeline import joined
 from flowkv.tiers.base import FrameInfo, Load, Outcome
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import BadFrame, Header, aligned, peek_header_bytes
+from flowkv.tiers.io.engine import FileIO
 
 # Format of the file that `KV.export` writes and `KV.load` reads: one file with many frames.
 #
@@ -120,11 +121,7 @@ class ArchiveWriter:
             self._write(index)
             self._file.write(_END.pack(MAGIC, at, len(index), xxhash.xxh3_128_digest(index)))
             self._replacing.__exit__(None, None, None)
-            directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            FileIO().sync_directory(str(self.path.parent))
             self.n_bytes = self.path.stat().st_size
 
     def _write(self, *parts: bytes | bytearray | memoryview) -> None:
@@ -710,36 +707,25 @@ def _describe(tensors: Mapping[str, torch.Tensor], flat: Mapping[str, memoryview
 def _parts(flat: Iterable[memoryview]) -> Iterator[bytearray]:
     """Yield parts of the tensors' bytes, in which each tensor begins at a multiple of 4 KiB."""
     part = bytearray()
-    for view in flat:
+    for piece in (piece for view in flat for piece in (view, bytes(-len(view) % GRANULE_BYTES))):
         at = 0
-        while at < len(view):
-            taken = view[at : at + PART_BYTES - len(part)]
+        while at < len(piece):
+            taken = piece[at : at + PART_BYTES - len(part)]
             part += taken
             at += len(taken)
             if len(part) == PART_BYTES:
                 yield part
                 part = bytearray()
-        part += bytes(-len(part) % GRANULE_BYTES)
-        if len(part) == PART_BYTES:
-            yield part
-            part = bytearray()
     if part:
         yield part + bytes(_padded(len(part)) - len(part))
 
 
 def _spans(tensors: Iterable[_Tensor], n_bytes: int) -> list[tuple[int, int]]:
     """Return the byte ranges of the stripes that hold tensors, merged and in order."""
-    last, spans = (n_bytes - 1) // PART_BYTES * PART_BYTES, list[tuple[int, int]]()
+    last, step = (n_bytes - 1) // PART_BYTES * PART_BYTES, STRIPE_BYTES
     end = last + _padded(n_bytes - last) if n_bytes else 0
-    for one in sorted((t for t in tensors if t.tensor_bytes), key=lambda t: t.offset):
-        start = one.offset // STRIPE_BYTES * STRIPE_BYTES
-        stop = min(-(-(one.offset + one.tensor_bytes) // STRIPE_BYTES) * STRIPE_BYTES, end)
-        if spans and start <= spans[-1][1]:
-            spans[-1] = spans[-1][0], max(stop, spans[-1][1])
-        else:
-            spans.append((start, stop))
-    assert all(a[1] < b[0] for a, b in pairwise(spans))
-    return spans
+    some = [(one.offset, one.offset + one.tensor_bytes) for one in tensors if one.tensor_bytes]
+    return joined((a // step * step, min(-(-b // step) * step, end)) for a, b in some)
 
 
 def _tensor(one: _Tensor, spans: list[tuple[int, int]], buffers: list[bytearray]) -> torch.Tensor:

@@ -452,7 +452,8 @@ class PrefixIndex:
         if block.kind in _TRACELESS:
             self._drop([block.slot])
         else:
-            self._haunt(block)
+            realm, most = (block.namespace, block.tenant, block.group), self._most_ghosts(len(self))
+            self.ghosts.add(block.key, block.slot, block.parent, realm, most)
         if block.key in self._children:
             self._holes[block.key] = block.parent
         else:
@@ -508,10 +509,6 @@ class PrefixIndex:
         """Return the known blocks below the keys that `meant` selects, all the way down."""
         above = [key for key in self._children if meant(key)]
         return [block for key in above for branch in self.branches(key) for block in branch]
-
-    def _haunt(self, block: Block) -> None:
-        realm, most = (block.namespace, block.tenant, block.group), self._most_ghosts(len(self))
-        self.ghosts.add(block.key, block.slot, block.parent, realm, most)
 
     def _drop(self, slots: list[int]) -> None:
         self._on_drop(slots)

@@ -439,7 +439,8 @@ class KV:
         self.prefetches = prefetches = self._open_prefetches(store)
         tables = Tables([torch.device(g.device) for g in geometry.groups], self.config.max_rows)
         self.planner = Planner(
-            *(store, tables, self.lock, self.gate.computed, prefetches),
+            *(store, tables, self.lock, self.gate.computed),
+            prefetches.devices.values() if prefetches is not None else (),
             tails=Tails(store, tables, self._open, self._may_publish, self._vouched),
             on_non_finite=self._non_finite,
             on_refusal=self._refused,
@@ -715,7 +716,9 @@ class KV:
                 self.visits.check_lease(seq)
                 most = len(ids) - 1 if limit is None else min(limit, len(ids))
                 with planner.store.context.moment():
-                    self._begin(seq, request)
+                    seq.request = request
+                    if request < 0:  # else the policies know it
+                        self.visits.begin(seq, self.queue.pop(seq))
                     if reuse and most > 0 and not self.private:
                         if state:
                             whole = (
@@ -736,13 +739,6 @@ class KV:
             if self.bases is not None and reuse and not (salts or seq.owner or self.private):
                 self.bases.keep_prompt(ids)
             return seq
-
-    def _begin(self, seq: Sequence, request: int) -> None:
-        """Announce a request to the policies, unless `request` names one that they know."""
-        if request >= 0:
-            seq.request = request
-            return
-        self.visits.begin(seq, self.queue.pop(seq))
 
     def _sequence(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
         """Return an empty sequence with a row in the block tables."""
@@ -932,15 +928,13 @@ class KV:
         """
         with self._probe(tokens, tenant, salts) as seq:
             queued = self.queue.push(seq)
-            if prefetch:
-                queued.prefetch = self._nearer(seq, queued)
+            if prefetch and self.prefetches is None:
+                queued.prefetch = self._bring(seq)
+            elif prefetch and self.prefetches is not None:
+                self.restorer.absent(seq)  # looks up pages that others wrote to shared tiers
+                chains = self.visits.chains(seq)
+                queued.prefetch = self.prefetches.enqueue(queued.request, chains)
             return queued
-
-    def _nearer(self, seq: Sequence, queued: WaitingRequest) -> Prefetch:
-        if self.prefetches is None:
-            return self._bring(seq)
-        self.restorer.absent(seq)  # looks up pages that other processes wrote to shared tiers
-        return self.prefetches.enqueue(queued.request, self.visits.chains(seq))
 
     def _bring(self, seq: Sequence) -> Prefetch:
         prefetch = Prefetch(Planner.of(seq).store, self.loader, self.lock)

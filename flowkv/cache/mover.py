@@ -352,8 +352,8 @@ class Schedule:
             return demand if self._fits(demand) else None
         if demanding:
             return None
-        first = next(iter(prefetches), write_back)
-        if first is not None and first is not write_back and self._fills_chunk(first):
+        first, chunk = next(iter(prefetches), None), self._flying_bytes[IOPriority.PREFETCH]
+        if first is None or (chunk and chunk + first.n_bytes > self.chunk_bytes):
             first = write_back
         if first is None or self._fits(first):
             return first
@@ -380,12 +380,6 @@ class Schedule:
         self.shorten(request, items[count:])
         self.queue(first)
         return first
-
-    def _fills_chunk(self, request: TransferRequest) -> bool:
-        """Return whether a request is a prefetch that exceeds the chunk in flight."""
-        chunk = self._flying_bytes[IOPriority.PREFETCH]
-        own = request.priority is IOPriority.PREFETCH
-        return own and chunk > 0 and chunk + request.n_bytes > self.chunk_bytes
 
 
 # Transfers of one tier: sends the scheduled requests, matches answers, measures rates.
@@ -895,21 +889,19 @@ class Mover:
 
         count = schedule.fitting([item.body.nbytes for item in items])
         schedule.refused += count < len(items)
-        most, part, n_bytes = schedule.background_bytes // _PARTS, list[Store](), 0
+        most, parts, n_bytes = schedule.background_bytes // _PARTS, list[list[Store]](), 0
         for item in items[:count]:
             if item.key in bodies or item.key in lane.stale:
                 request = TransferRequest([item], answered, IOPriority.WRITE_BACK, mark=mark)
                 lane.behind.setdefault(item.key, []).append(request)
             else:
-                if part and n_bytes + item.body.nbytes > most:
-                    schedule.queue(
-                        TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark)
-                    )
-                    part, n_bytes = [], 0
-                part.append(item)
                 n_bytes += item.body.nbytes
+                if not parts or n_bytes > most:
+                    parts.append([])
+                    n_bytes = item.body.nbytes
+                parts[-1].append(item)
             bodies[item.key] = OnTheWay(tier, item, mark, done)
-        if part:
+        for part in parts:
             schedule.queue(TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark))
         self.storing += count
         return count

@@ -46,14 +46,10 @@ class Tile(NamedTuple):
     """Pages that pass through a stage together, one layer after the other.
 
     Attributes:
-        blocks: Blocks of the pages, without repetition.
-        pages: Page id of each within a stage.
         batch: The rows of the step over the stage.
-        name: Pairs of blocks and page ids, which identify the tile.
+        name: Blocks, each once with its page id within a stage, which identify the tile.
     """
 
-    blocks: tuple[Block, ...]
-    pages: tuple[int, ...]
     batch: Ragged
     name: tuple[tuple[Block, int], ...]
 
@@ -168,7 +164,7 @@ class Scan:
 
     def _cut(self, below: Items[tuple[int, int, Block]], batch: Ragged) -> Iterator[Tile]:
         overflow, group, count = self._overflow, self._group, len(batch.rows)
-        most = overflow.stage_bytes(group) // GRANULE_BYTES
+        most = overflow._pair(group)[0].n_bytes // GRANULE_BYTES
         places, used = dict[Block, int](), 0
         lines: list[list[int]] = [[] for _ in range(count)]
 
@@ -176,7 +172,7 @@ class Scan:
             size = overflow.store.geometry.page_size
             arrays = [np.array(line, np.int32) for line in lines]
             rows = _rows_over(batch, arrays, np.array([len(line) * size for line in lines]))
-            return Tile(tuple(places), tuple(places.values()), rows, tuple(places.items()))
+            return Tile(rows, tuple(places.items()))
 
         for _, row, block in below:
             if block not in places:
@@ -463,11 +459,8 @@ class Overflow:
 
     # ---- attention over pages below the device
 
-    def stage_bytes(self, group: int) -> int:
-        """Return the bytes of each of the two stages of a group's device."""
-        return self._pair(group)[0].n_bytes
-
     def _pair(self, group: int) -> tuple[Stage, Stage]:
+        """Return the two stages of a group's device, which are of one size."""
         store, device = self.store, self.store.devices[group]
         if device not in self._stages:
             from flowkv.tiers.digest import check_known
@@ -544,7 +537,7 @@ class Overflow:
             beside: The stage that is being read, or is read next, and must stay.
         """
         name, pair = (group, place, tile.name), self._pair(group)
-        forgotten = any(block.gone for block in tile.blocks)  # also pages found wrong
+        forgotten = any(block.gone for block, _ in tile.name)  # also pages found wrong
         for stage in pair if not forgotten else ():
             if stage.name == name:
                 return stage
@@ -561,7 +554,7 @@ class Overflow:
         self, stage: Stage, tile: Tile, places: Items[int], place: int, among: Items[int]
     ) -> None:
         """Submit loads of stripes into their places of a stage, from the tiers `among`."""
-        group = tile.blocks[0].group
+        group = tile.name[0][0].group
         forms, loads = self.store.forms[group], dict[int, tuple[list[int], list[Load]]]()
         sizes = {codec: self.stripe_bytes(group, codec) for codec in forms.layouts}
         view, layouts, fidelity = stage.view, forms.fingerprints, self.store.stack.fidelity
@@ -661,7 +654,7 @@ class Overflow:
             StoreError: No tier is left that has a page.
         """
         for at in missing:
-            answer, number, block = stage.answers.pop(at, None), stage.sources[at], tile.blocks[at]
+            answer, number, block = stage.answers.pop(at, None), stage.sources[at], tile.name[at][0]
             gone = number < 0
             if answer is not None and not gone:
                 self.store.stack.not_served(block, number, answer)

@@ -143,21 +143,13 @@ class CudaStreams:
         with torch.cuda.stream(self._up if to_device else self._down):
             target.copy_(source, non_blocking=True)
 
-    def scatter(self, pages: torch.Tensor, granules: Places, memory: torch.Tensor, lines: Places,
-                n_bytes: int) -> None:  # fmt: skip
-        """Copy lines of pinned memory, given by their first granules, to pages of an arena."""
-        with torch.cuda.stream(self._up):
-            target, lines_there = self._places(granules, lines)
-            size = n_bytes // GRANULE_BYTES
-            dispatch.scatter_pages(pages, target, size, memory, lines=lines_there)
-
-    def gather(self, pages: torch.Tensor, granules: Places, memory: torch.Tensor, lines: Places,
-               n_bytes: int) -> None:  # fmt: skip
-        """Copy pages of an arena to lines of pinned memory."""
-        with torch.cuda.stream(self._down):
-            source, lines_there = self._places(granules, lines)
-            size = n_bytes // GRANULE_BYTES
-            dispatch.gather_pages(pages, source, size, memory, lines=lines_there)
+    def move(self, pages: torch.Tensor, granules: Places, memory: torch.Tensor, lines: Places,
+             n_bytes: int, *, to_device: bool) -> None:  # fmt: skip
+        """Copy lines of pinned memory, given by their first granules, to pages, or back."""
+        kernel = dispatch.scatter_pages if to_device else dispatch.gather_pages
+        with torch.cuda.stream(self._up if to_device else self._down):
+            places, lines_there = self._places(granules, lines)
+            kernel(pages, places, n_bytes // GRANULE_BYTES, memory, lines=lines_there)
 
     def digest(self, pages: torch.Tensor, granules: Places, stripes: int, n_bytes: int,
                memory: torch.Tensor, *, to_device: bool) -> None:  # fmt: skip
@@ -247,11 +239,6 @@ class Copies:
         self._small = SlotPool(_DIGESTS_BYTES)
         self._end = weakref.finalize(self, _end, self._coming, self._leaving)
         self._end.atexit = False
-
-    @property
-    def why(self) -> str:
-        """Return the reason why slots are not used; "" where they are."""
-        return self.slots.why
 
     def stage(self, count: int, n_bytes: int) -> list[torch.Tensor]:
         """Return rows of pinned memory, with arbitrary content.
@@ -468,7 +455,6 @@ class Copies:
                 first = whole.data_ptr()
                 stop, wholes[first] = first + whole.nbytes, whole
             alike.setdefault((first, row.nbytes), []).append((address - first, granule))
-        kernel = self.streams.scatter if to_device else self.streams.gather
         for (first, n_bytes), those in alike.items():
             whole, step, runs = wholes[first], n_bytes // GRANULE_BYTES, list[list[int]]()
             beyond = (-1, -1)
@@ -480,7 +466,8 @@ class Copies:
                 beyond = at + n_bytes, granule + step
             if n_bytes <= self._kernel_bytes and len(runs) >= self._least_pieces:
                 lines = [at // GRANULE_BYTES for at, _ in those]
-                kernel(self.pages, [granule for _, granule in those], whole, lines, n_bytes)
+                places = [granule for _, granule in those]
+                self.streams.move(self.pages, places, whole, lines, n_bytes, to_device=to_device)
                 continue
             for at, granule, size in runs:
                 row, page = whole[at:][:size], self.pages[granule * GRANULE_BYTES :][:size]
@@ -492,8 +479,8 @@ def open_copies(streams: CudaStreams, pages: torch.Tensor, slots: SlotPool | Non
                 n_bytes: int = STAGING_BYTES) -> Copies:  # fmt: skip
     """Return the copies for the pages of a device.
 
-    Where the driver does not register memory, torch's own pinned memory is used; `why` is then the
-    reason.
+    Where the driver does not register memory, torch's own pinned memory is used; `slots.why` is
+    then the reason.
 
     Args:
         streams: Copy streams of the device.

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -129,11 +129,6 @@ _LEAST_FLYING, _MOST_FLYING = 1 << 26, 1 << 28
 _SOON = 16  # parts of a period
 
 
-class _Queued(NamedTuple):
-    tip: int
-    handle: Prefetch
-
-
 class DevicePrefetcher:
     """The prefetcher of one device, and its view of the cache (`Reach`). Callers hold the KV lock.
 
@@ -148,7 +143,7 @@ class DevicePrefetcher:
     Attributes:
         capacity_bytes: Capacity of the device's pool.
         prefetcher: Plans the prefetches.
-        due_ns: Time of the next `look`.
+        due_ns: Time before which an edge has nothing to do; `NEVER_NS` if nothing is expected.
     """
 
     def __init__(
@@ -169,7 +164,7 @@ class DevicePrefetcher:
         self._period_ns = round(self._config.period_s * 1e9)
         learned = type(behind(self._place.policy)).wanted is not Policy.wanted
         self._learns = learned or self._config.learned == "markov"
-        self._queued: dict[int, _Queued] = {}
+        self._queued: dict[int, tuple[int, Prefetch]] = {}  # last block of a chain, and its handle
         self._arrived, self._failed, self._dropped = list[int](), list[int](), list[int]()
         self._tip, self.due_ns = -1, NEVER_NS
         if self._learns:
@@ -258,7 +253,7 @@ class DevicePrefetcher:
         self._settle(now_ns)
         known = self._known(group, slots)
         if len(known):
-            self._queued[request] = _Queued(int(known[-1]), handle)
+            self._queued[request] = int(known[-1]), handle
             self.prefetcher.enqueue(now_ns, request, known)
             self.due_ns = now_ns
 
@@ -307,8 +302,11 @@ class DevicePrefetcher:
 
     # ---- execution
 
-    def look(self, now_ns: int) -> None:
-        """Start the prefetches that the prefetcher plans, as far as there is room."""
+    def edge(self) -> None:
+        """Start the prefetches that are due, as far as there is room."""
+        now_ns = self._store.context.now_ns()
+        if now_ns < self.due_ns:
+            return
         self._settle(now_ns)
         self.due_ns = NEVER_NS
         self._bound()
@@ -338,7 +336,7 @@ class DevicePrefetcher:
 
     def _handle(self, kind: int) -> Prefetch:
         """Return the handle for a fetch: a waiting request's own, so that it can cancel it."""
-        waiting = (one.handle for one in self._queued.values() if one.tip == self._tip)
+        waiting = (handle for tip, handle in self._queued.values() if tip == self._tip)
         handle = next(waiting, None) if kind == QUEUE else None
         return handle or Prefetch(self._store, self._loader, self._guard, self.told)
 
@@ -378,7 +376,8 @@ class PrefetchManager:
         options: Fields of `PrefetchConfig`.
 
     Attributes:
-        due_ns: Time before which an edge has nothing to do; `NEVER_NS` if nothing is expected.
+        devices: The prefetchers by device.
+        groups: That of each layer group.
     """
 
     def __init__(
@@ -390,67 +389,37 @@ class PrefetchManager:
         options: Mapping[str, Any],
     ) -> None:
         self._store, self._loader, self._guard = store, loader, guard
-        self._devices = {
+        self.devices = {
             device: DevicePrefetcher(store, loader, guard, device, windows, options)
             for device in store.pools
         }
-        self._groups = [self._devices[store.devices[g]] for g in range(len(windows))]
-        self.due_ns = NEVER_NS
-        self._expect()
-
-    def edge(self) -> None:
-        """Run the prefetchers that are due. Call only while `due_ns` is not `NEVER_NS`."""
-        now = self._store.context.now_ns()
-        if now < self.due_ns:
-            return
-        for device in self._devices.values():
-            if now >= device.due_ns:
-                device.look(now)
-        self._expect()
-
-    def accessed(self, now_ns: int, request: int, group: int, slots: Slots) -> None:
-        """Record the arrival of a request with this chain of a group, before it is loaded."""
-        self._groups[group].accessed(now_ns, request, group, slots)
-        self._expect()
-
-    def hint(self, now_ns: int, group: int, slots: Slots, eta_ns: int, sigma: float) -> None:
-        """Record that the next use of a group's chain is expected in about `eta_ns`."""
-        self._groups[group].hint(now_ns, group, slots, eta_ns, sigma)
-        self._expect()
+        self.groups = [self.devices[store.devices[g]] for g in range(len(windows))]
 
     def enqueue(self, request: int, chains: Items[Slots]) -> Prefetch:
         """Queue a waiting request that will use these chains; return the handle of its prefetch."""
         now = self._store.context.now_ns()
         handle = Prefetch(self._store, self._loader, self._guard, self._told)
         for group, slots in enumerate(chains):
-            self._groups[group].enqueue(now, request + group, group, slots, handle)
-        self._expect()
-        self.edge()
+            self.groups[group].enqueue(now, request + group, group, slots, handle)
+        for device in self.devices.values():
+            device.edge()
         return handle
-
-    def abort(self, now_ns: int, request: int, group: int) -> None:
-        """Remove a waiting request that will not run."""
-        self._groups[group].abort(now_ns, request)
 
     def counters(self) -> dict[str, Any]:
         """Return the counters of each device's prefetcher."""
-        return {name: device.counters() for name, device in self._devices.items()}
+        return {name: device.counters() for name, device in self.devices.items()}
 
     def _told(self, block: Block, arrived: bool) -> None:
-        self._groups[block.group].told(block, arrived)
-        self._expect()
+        self.groups[block.group].told(block, arrived)
 
     def unused(self, block: Block) -> None:
         """Record that a prefetched page left its device unused."""
-        self._groups[block.group].left(self._store.context.now_ns(), block)
+        self.groups[block.group].left(self._store.context.now_ns(), block)
 
     def dropped(self, slots: Items[int]) -> None:
         """Pass on slots that no longer name a block."""
-        for device in self._devices.values():
+        for device in self.devices.values():
             device.dropped(slots)
-
-    def _expect(self) -> None:
-        self.due_ns = min(device.due_ns for device in self._devices.values())
 
 
 # Requests as events for the policies of all places: once each, by the slots of its chain.
@@ -505,14 +474,15 @@ class RequestTracker:
         tenant, pages = self.store.context.tenant(seq.tenant), seq.known // self.page_size
         seq.arrived_ns = now
         for g, slots in enumerate(self.chains(seq)):
-            session = self._of(seq.care.session, g)
+            session = seq.care.session
+            session = (session + g) & _LARGEST if session >= 0 else -1
             visit = Visit(seq.request + g, session, tokens, pages, tenant)
             for place in self.store.places:
                 place.policy.access(now, slots, visit)
             if self.store.context.writes is not None:
                 self.store.context.writes.access(slots)
             if self.prefetches is not None:
-                self.prefetches.accessed(now, visit.request, g, slots)
+                self.prefetches.groups[g].accessed(now, visit.request, g, slots)
         if seq.care is not NO_CARE:
             self._care(seq)
 
@@ -537,7 +507,7 @@ class RequestTracker:
             for place in self.store.places:
                 place.policy.abort(now, request + g)
             if self.prefetches is not None:
-                self.prefetches.abort(now, request + g, g)
+                self.prefetches.groups[g].abort(now, request + g)
 
     def enqueue(self, seq: Sequence) -> int:
         """Report a request that waits to be served; return its number."""
@@ -568,9 +538,6 @@ class RequestTracker:
         if self._windows[group] is None:
             return slots[: [*slots, -1].index(-1)]
         return [slot for slot in slots if slot >= 0]
-
-    def _of(self, session: int, group: int) -> int:
-        return (session + group) & _LARGEST if session >= 0 else -1
 
     # ---- how pages should be kept
 
@@ -615,7 +582,7 @@ class RequestTracker:
                 for place in self.store.places:
                     place.policy.hint(now, slots, eta_ns, sigma)
                 if self.prefetches is not None:
-                    self.prefetches.hint(now, g, slots, eta_ns, sigma)
+                    self.prefetches.groups[g].hint(now, g, slots, eta_ns, sigma)
         return longest
 
     def session(self, session: int) -> list[Slots]:

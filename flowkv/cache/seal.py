@@ -95,26 +95,17 @@ class Sealer:
 
     def seal(self, seqs: Iterable[Sequence]) -> None:
         """Encode the due pages of these sequences, which are in no step any more."""
-        due: dict[tuple[int, int], _Due] = {}
-        for seq in seqs:
-            if self.tables.state[seq.row] == READY and seq.row not in self._exempt:
-                for group in range(len(seq.blocks)):
-                    self._find(seq, group, due)
-        self._encode(due.values())
-        self._report()
+        ready = (seq for seq in seqs if self.tables.state[seq.row] == READY)
+        self._encode(seq for seq in ready if seq.row not in self._exempt)
 
     def retire(self, seq: Sequence) -> None:
         """Encode the published pages that a sequence leaves in the index when it is closed."""
         self._exempt.discard(seq.row)
         self._stays.pop(seq.row, None)
-        due: dict[tuple[int, int], _Due] = {}
-        for group in range(len(seq.blocks)):
-            self._find(seq, group, due, leaves=True)
-        self._encode(due.values())
-        self._report()
+        self._encode([seq], leaves=True)
 
     def _find(
-        self, seq: Sequence, group: int, due: dict[tuple[int, int], _Due], *, leaves: bool = False
+        self, seq: Sequence, group: int, due: dict[tuple[int, int], _Due], *, leaves: bool
     ) -> None:
         """Add the due pages of a sequence, without those that must wait.
 
@@ -171,10 +162,14 @@ class Sealer:
         lengths = (tables.lengths[rows] - tables.lost[group, rows]).tolist()
         return min([codec, *(ladder.codec(page_no, length) for length in lengths)])
 
-    def _encode(self, due: Iterable[_Due]) -> None:
-        """Encode due pages, as far as there is room for them."""
+    def _encode(self, seqs: Iterable[Sequence], *, leaves: bool = False) -> None:
+        """Encode the due pages of sequences, as far as there is room for them; see `_find`."""
+        due: dict[tuple[int, int], _Due] = {}
         work: dict[tuple[int, int, int], list[_Due]] = {}
-        for item in due:
+        for seq in seqs:
+            for group in range(len(seq.blocks)):
+                self._find(seq, group, due, leaves=leaves)
+        for item in due.values():
             key = item.group, item.page >> CODEC_SHIFT, item.codec
             work.setdefault(key, []).append(item)
         for (group, _, new), items in work.items():
@@ -188,6 +183,7 @@ class Sealer:
                 pages += len(targets)
         if work:
             self.tables.mark_changed()
+        self._report()
 
     def _transcode(self, group: int, items: list[_Due], targets: list[int]) -> None:
         pool, forms = self.store.pool(group), self.store.forms[group]

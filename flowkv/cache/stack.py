@@ -56,7 +56,7 @@ def open_pools(geometry: Geometry, config: Config) -> dict[str, PagePool]:
         ]
         on_cpu = torch.device(device).type != "cuda"
         place = config.places(on_cpu=on_cpu)[0]
-        total = memory_bytes() if on_cpu else _device_bytes(device)
+        total = memory_bytes() if on_cpu else torch.cuda.get_device_properties(device).total_memory
         size, codecs = place.size_bytes(total) or 0, max(len(found.layouts) for found in forms)
         pools[device] = PagePool(device, size, granules, least_slabs=4 * codecs)
     return pools
@@ -86,10 +86,6 @@ def computes(namespace: Namespace, geometry: Geometry) -> str:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def _device_bytes(device: str) -> int:
-    return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
-
-
 # The learned models of policies, in a small file within a disk tier's directory.
 #
 # The file holds models of how soon conversations continue after each kind of turn, and rates of
@@ -108,7 +104,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     rates: EarlierRates = EarlierRates()
 
 
-def save(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None = None) -> bool:
+def save(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate) -> None:
     """Write the learned models of the places' policies; the file appears whole or not at all.
 
     Args:
@@ -116,24 +112,19 @@ def save(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None =
         places: Places of the policies.
         gate: Source of the measured rates.
 
-    Returns:
-        Whether there was anything to write.
-
     Raises:
         OSError: The file cannot be written.
     """
     learned = {name: learner.save_model() for name, learner in _learners(places).items()}
     models = {name: model for name, model in learned.items() if model}
-    rates = gate.learned() if gate is not None else EarlierRates()
-    if not (models or rates.links or rates.computes):
-        return False
-    body = msgspec.msgpack.encode(_File(VERSION, models, rates))
-    replace_file(FileIO(), str(directory / LEARNED), xxhash.xxh3_128_digest(body) + body)
-    return True
+    rates = gate.learned()
+    if models or rates.links or rates.computes:
+        body = msgspec.msgpack.encode(_File(VERSION, models, rates))
+        replace_file(FileIO(), str(directory / LEARNED), xxhash.xxh3_128_digest(body) + body)
 
 
-def load(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None = None) -> int:
-    """Load saved models into policies and rates into a gate; return the number of models loaded.
+def load(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate) -> None:
+    """Load saved models into policies and rates into a gate.
 
     Raises:
         ConfigError: The file is damaged, of another version, or a model does not fit its policy.
@@ -143,7 +134,7 @@ def load(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None =
     try:
         raw = read_file(FileIO(), str(path), _MOST_BYTES, ours=True)
     except FileNotFoundError:
-        return 0
+        return
     body = raw[_CHECK_BYTES:]
     if len(raw) > _MOST_BYTES or xxhash.xxh3_128_digest(body) != raw[:_CHECK_BYTES]:
         raise ConfigError(f"{path} is damaged, or holds no learned models", "Delete it")
@@ -153,14 +144,9 @@ def load(directory: Path, places: Iterable[PolicyPlace], gate: LoadGate | None =
         raise ConfigError(f"{path} is of another version ({error})", "Delete it") from None
     if found.version != VERSION:
         raise ConfigError(f"{path} is of version {found.version}", "Delete it")
-    if gate is not None:
-        gate.earlier = found.rates.sane()
-    learners = _learners(places)
-    started = 0
+    gate.earlier, learners = found.rates.sane(), _learners(places)
     for name in learners.keys() & found.models.keys():
         learners[name].load_model(found.models[name])
-        started += 1
-    return started
 
 
 def _learners(places: Iterable[PolicyPlace]) -> dict[str, Learner]:
@@ -295,8 +281,8 @@ def store_report(
             "codecs": pool.bytes_by_codec(),
             "compression": _compression(store, tables, device),
         }
-        if pool.copies is not None:
-            staging = {"used_bytes": pool.copies.staged_bytes(), "why_not_pinned": pool.copies.why}
+        if (copies := pool.copies) is not None:
+            staging = {"used_bytes": copies.staged_bytes(), "why_not_pinned": copies.slots.why}
             report["devices"][device]["staging"] = staging
     report["policies"] = {place.name: _policy(place, quotas) for place in store.places}
     report["ghosts"] = len(store.index.ghosts)

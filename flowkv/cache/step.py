@@ -9,7 +9,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from contextvars import ContextVar, Token
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -365,7 +364,7 @@ class Step:
         self.apart = self.vouched = self._open = False  # until everything is reserved
         self.tokens: torch.Tensor | None = None
         self._told = True
-        self.awaits: Callable[[int], None] | None = None
+        self.awaits: Callable[[int], object] | None = None
         self.audits = False
         self.planner = planner
         self._started_s = time.perf_counter()
@@ -399,7 +398,7 @@ class Step:
         self._timer = DeviceTimer(device) if timed and device.type in GPUS else None
         if self._coming:  # layers wait for pages that are not loaded yet
             waits = [seq.restoration.wait for seq in self._coming if seq.restoration is not None]
-            self.awaits = partial(_all, waits)
+            self.awaits = lambda layer: [wait(layer) for wait in waits]
         elif last is not None and last._decodes and not self.overflows:
             self._follow(last)
 
@@ -879,11 +878,6 @@ class Step:
             self.commit()
         else:
             self.rollback()
-
-
-def _all(waits: Items[Callable[[int], None]], layer: int) -> None:
-    for wait in waits:
-        wait(layer)
 
 
 def writer(step: Step, group: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
@@ -97,13 +98,8 @@ class Footprint:
 
     def longest(self, chunk: int) -> int:
         """Return the longest sequence that fits alone if computed in chunks, in tokens."""
-        low, high = 0, self.total * self._planner.page_size + 1
-        while self._fits(high, chunk) and high < 1 << 40:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(middle, chunk) else (low, middle)
-        return low
+        lengths = range(1 << 40)
+        return bisect_left(lengths, True, 1, key=lambda n: not self._fits(n, chunk)) - 1
 
     def _fits(self, length: int, chunk: int) -> bool:
         """Return whether a sequence fits alone, with its last chunk raw and inside all windows."""
@@ -143,14 +139,11 @@ class Footprint:
     def _alone(self, seq: Sequence, group: int) -> slice | list[int]:
         """Return the numbers of the pages that no other sequence uses."""
         blocks, low = seq.blocks[group], seq.first_page[group]
-        high = stop = len(blocks)
+        stop = len(blocks)
         if self._planner.window(group) is not None:  # others may have released the first pages
             return [n for n in range(low, stop) if (b := blocks[n]) is None or b.holds < 2]
-        while low < high:  # a sequence that uses a page uses all pages before it
-            middle = (low + high) // 2
-            block = blocks[middle]
-            low, high = (low, middle) if block is None or block.holds < 2 else (middle + 1, high)
-        return slice(low, stop)
+        # A sequence that uses a page uses all pages before it.
+        return slice(bisect_left(blocks, True, low, key=lambda b: b is None or b.holds < 2), stop)
 
     def held(self, seq: Sequence, pages: int) -> int:
         """Return how many leading pages of a prompt open sequences use now.
@@ -159,13 +152,12 @@ class Footprint:
             seq: A sequence with the prompt's tokens, which need not hold pages.
             pages: Full pages of the prompt.
         """
-        low, high, find = 0, pages, self._store.find
-        while low < high:
-            middle = (low + high + 1) // 2
-            block = find(seq.key(0, middle - 1))
-            used = block is not None and block.page >= 0 and block.holds > 0
-            low, high = (middle, high) if used else (low, middle - 1)
-        return low
+
+        def unused(page: int) -> bool:
+            block = self._store.find(seq.key(0, page))
+            return block is None or block.page < 0 or not block.holds
+
+        return bisect_left(range(pages), True, key=unused)
 
 
 # Suspending sequences, which frees their device pages, and resuming them.
@@ -245,10 +237,15 @@ def resume(lines: Planner, seq: Sequence) -> None:
     lines.store.hold(*held)  # before room is made, which might take them
     fresh: dict[tuple[int, int], list[int]] = {}
     try:
-        fresh = lines.allocate(_wanted(saved))
+        each = [(g, page) for g, pages in enumerate(saved) for page in pages]
+        away = ((g, page) for g, page in each if page is not None and _there(page) is None)
+        fresh = lines.allocate(Counter((g, page.codec) for g, page in away))
         placed = [_place(lines, g, pages, fresh) for g, pages in enumerate(saved)]
     except BaseException:  # the device may have no memory for a transfer, for instance
-        _give_back(lines, held, fresh)
+        for block in held:
+            lines.store.drop(block)
+        for (g, _), taken in fresh.items():
+            lines.store.pool(g).release(*taken)
         raise
     for g, pages in enumerate(saved):
         seq.first_page[g] = next((n for n, page in enumerate(pages) if page), len(pages))
@@ -259,25 +256,9 @@ def resume(lines: Planner, seq: Sequence) -> None:
     lines.tables.state[seq.row] = READY
 
 
-def _give_back(lines: Planner, held: list[Block], fresh: dict[tuple[int, int], list[int]]) -> None:
-    for block in held:
-        lines.store.drop(block)
-    for (g, _), pages in fresh.items():
-        lines.store.pool(g).release(*pages)
-
-
 def _there(page: Copy | SwappedCopy | None) -> Block | None:
     """Return the block of a saved page that is still on the device."""
     return page.block if isinstance(page, SwappedCopy) and page.content is None else None
-
-
-def _wanted(saved: Saved) -> Counter[tuple[int, int]]:
-    return Counter(
-        (g, page.codec)
-        for g, pages in enumerate(saved)
-        for page in pages
-        if page is not None and _there(page) is None
-    )
 
 
 def _place(

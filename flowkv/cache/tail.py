@@ -85,12 +85,8 @@ class Tails:
 
         Return [] if the block does not continue this prompt, or a group has no page on its device.
         """
-        salts = within(seq.salts, page_no * self.page_size, len(block.tokens))  # type: ignore[arg-type]
         # An equal key proves that the block depends on the same inputs, images for instance.
-        keys = [
-            names.page(seq.parent_key(group, page_no), block.tokens, salts)  # type: ignore[arg-type]
-            for group, names in enumerate(seq.chains)
-        ]
+        keys = [seq.tail_key(g, page_no, block.tokens) for g in range(len(seq.chains))]  # type: ignore[arg-type]
         if block.key != keys[0] or block in self.store.tails:
             return [block] if block.key == keys[0] else []
         waiting = self.store.samples.waiting  # unaudited pages are not copied into others
@@ -143,9 +139,8 @@ class Tails:
             return
         found = self.best_match(seq, page_no, end)
         if found is None or found.tokens < count:
-            first, above = page_no * self.page_size, seq.parent_key(0, page_no)
-            tokens = seq.tokens[first:end].copy()
-            key = seq.chains[0].page(above, tokens, within(seq.salts, first, count))
+            tokens = seq.tokens[page_no * self.page_size : end].copy()
+            key, above = seq.tail_key(0, page_no, tokens), seq.parent_key(0, page_no)
             tail = Block(-1, key, above, 0, "tail", fidelity=seq.fidelity, tokens=tokens)
             tail.tenant, tail.namespace = seq.tenant, seq.namespace
             store.tails.keep(tail, pages)
@@ -188,7 +183,7 @@ class Tails:
         store, first = self.store, page_no * self.page_size
         page, layout = int(self.tables.pages[group][seq.row, page_no]), store.forms[group].raw
         tokens, above = seq.tokens[first : first + count].copy(), seq.parent_key(group, page_no)
-        key = seq.chains[group].page(above, tokens, within(seq.salts, first, count))
+        key = seq.tail_key(group, page_no, tokens)
         known = store.index.find(key)
         if page < 0 or page >> CODEC_SHIFT or (known and known.fidelity <= store.stack.fidelity):
             return
@@ -212,11 +207,8 @@ class Tails:
         first = page_no * self.page_size
         above = seq.parent_key(0, page_no)
         for count in self.store.index.tails(above, stop - first) if self.store.stack.tiers else ():
-            tokens, salts = seq.tokens[first : first + count], within(seq.salts, first, count)
-            found = [
-                self.store.find(names.page(seq.parent_key(g, page_no), tokens, salts))
-                for g, names in enumerate(seq.chains)
-            ]
+            tokens, groups = seq.tokens[first : first + count], range(len(seq.chains))
+            found = [self.store.find(seq.tail_key(g, page_no, tokens)) for g in groups]
             blocks = [block for block in found if block is not None and block.tail == count]
             if len(blocks) == len(found):
                 return blocks

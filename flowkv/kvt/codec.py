@@ -195,16 +195,19 @@ class PageCoder:
         return data if len(data) < len(body) else None
 
     def encode_within(self, body: memoryview, page_no: int) -> tuple[bytes, bytearray] | None:
-        """Return the coded page, and the page that comes back of it; None if the basis is unfit.
+        """Return the result of `round_trip`; None if the basis is unfit for the page.
 
         That is where the page loses more than the basis is for, or is no smaller.
         """
+        found = self.round_trip(body, page_no)
+        fits = found is not None and self.loss(body, memoryview(found[1]), page_no) <= 1
+        return found if fits else None
+
+    def round_trip(self, body: memoryview, page_no: int) -> tuple[bytes, bytearray] | None:
+        """Return the coded page, and the page that comes back of it; None if it cannot be coded."""
         data, back = self.encode(body, page_no), bytearray(len(body))
-        if data is None or not self.decode(
-            memoryview(data), memoryview(back), 0, self.layout.layers
-        ):
-            return None
-        return (data, back) if self.loss(body, memoryview(back), page_no) <= 1 else None
+        whole = memoryview(back), 0, self.layout.layers
+        return (data, back) if data is not None and self.decode(memoryview(data), *whole) else None
 
     def decode(self, data: memoryview, target: memoryview, first: int, layers: int) -> bool:
         """Write layers of a coded page; return False if the bytes are not such a page.

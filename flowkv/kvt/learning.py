@@ -106,17 +106,13 @@ def coded_pages(coder: PageCoder, sides: Sides, first: int = 0) -> tuple[Sides, 
     size, out = coder.layout.page_size, (sides[0].clone(), sides[1].clone())
     coded_bytes = raw_bytes = 0
     for number in range(sides[0].shape[2] // size):
-        page, back = bytearray(coder.layout.page_bytes), bytearray(coder.layout.page_bytes)
+        page = bytearray(coder.layout.page_bytes)
         here = slice(number * size, (number + 1) * size)
         for view, side in zip(coder.views(memoryview(page)), sides, strict=True):
             view.copy_(side[:, :, here])
-        data = coder.encode(memoryview(page), first + number)
+        data, back = coder.round_trip(memoryview(page), first + number) or (page, page)
         raw_bytes += len(page)
-        coded_bytes += len(data or page)
-        if data is None or not coder.decode(
-            memoryview(data), memoryview(back), 0, coder.layout.layers
-        ):
-            back = page
+        coded_bytes += len(data)
         for side, view in zip(out, coder.views(memoryview(back)), strict=True):
             side[:, :, here] = view
     return out, coded_bytes, raw_bytes

@@ -197,13 +197,11 @@ class PageBases:
             body: The raw page, writable.
             page_no: Number of the page in its prompt.
         """
-        own, out = self.coder(self.decoded.get(key, b"")), bytearray(len(body))
+        own = self.coder(self.decoded.get(key, b""))
         if own is None or own.basis.measured.get("kl", 0.0) > MOST_AUDITED:
             return None
-        if (data := own.encode(body, page_no)) is None:
-            return None
-        sound = own.decode(memoryview(data), memoryview(out), 0, own.layout.layers)
-        return out if sound else None
+        found = own.round_trip(body, page_no)
+        return found[1] if found is not None else None
 
     def count(self, **more: int) -> None:
         """Count pages and bytes that were coded or decoded."""
@@ -508,7 +506,8 @@ class CodecTier(Handle, OverTier):
         plain, coded = list[_Asked](), list[_Asked]()
         for number, item in enumerate(items):
             one = _Asked(job, number, item, start_ns, end_ns)
-            guess = item.layout in self.bases.by_raw and self._guess(item.key)
+            likely = item.key in self._coded or (self.inner.shared and bool(self.bases.current))
+            guess = likely and item.layout in self.bases.by_raw
             recent = self.bases.recent.get(item.key) if item.key in self._coded else None
             if guess and recent is not None and recent[1].fidelity <= item.fidelity:
                 self._decode_soon(one, *recent)
@@ -532,7 +531,7 @@ class CodecTier(Handle, OverTier):
                 plain.append(one)
             else:
                 self._soon(self._encoders, self._encode, self._encoding, (one, *how))
-        self._store(plain, [one.item for one in plain])
+        self._send(self.inner.submit_store, [one.item for one in plain], plain)
         return job
 
     def cancel(self, job: int) -> None:
@@ -597,10 +596,6 @@ class CodecTier(Handle, OverTier):
             with self._lock:
                 self._left[job] = {*range(count)}
         return job, start_ns, start_ns + round(min(deadline_s, 1e9) * 1e9)
-
-    def _guess(self, key: bytes) -> bool:
-        """Return whether the frame of a key is most likely coded."""
-        return key in self._coded or (self.inner.shared and bool(self.bases.current))
 
     def _how(self, item: Store) -> tuple[PageCoder, int | bytes] | None:
         """Return the coder of a page, with its number or its coded form; None if it stays raw."""
@@ -669,9 +664,6 @@ class CodecTier(Handle, OverTier):
                 scratch.append(np.empty(form.layout.page_bytes, np.uint8))
                 items[n] = Load(item.key, scratch[n].data, form.coded, item.fidelity)
             self._send(self.inner.submit_load, items, asked, coded, scratch, last)
-
-    def _store(self, asked: list[_Asked], items: list[Store], *, coded: bool = False) -> None:
-        self._send(self.inner.submit_store, items, asked, coded)
 
     def _send(
         self,
@@ -861,7 +853,7 @@ class CodecTier(Handle, OverTier):
             info = info._replace(layout=self.bases.forms[info.group].coded)
             sent = Store(item.key, info, memoryview(data))
             self.bases.count(pages=1, raw_bytes=len(item.body), coded_bytes=len(data))
-        self._store([one], [sent], coded=data is not None)
+        self._send(self.inner.submit_store, [sent], [one], coded=data is not None)
 
     def drop_copies(self, keys: Sequence[bytes]) -> None:
         """Remove all that is remembered of frames that were erased, here or by others."""

@@ -308,15 +308,15 @@ class Metrics:
 
 
 class Observable(Protocol):
-    """Interface of an owner of a bus and its metrics: a `KV`."""
+    """Interface of an owner of a bus and its metrics: a `KV`.
 
-    @property
-    def bus(self) -> Bus:
-        """Return the bus of its events."""
+    Attributes:
+        bus: Bus of its events.
+        metrics: Metrics of these events.
+    """
 
-    @property
-    def metrics(self) -> Metrics:
-        """Return the metrics of these events."""
+    bus: Bus
+    metrics: Metrics
 
 
 def _key(labels: Mapping[str, object]) -> Labels:

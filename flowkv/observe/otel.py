@@ -65,9 +65,8 @@ class Bridge(Closing):
         self._values: dict[str, list[Any]] = {}
         self._read_s = float("-inf")
         self._clock, self._epoch_ns = clock, time.time_ns() - round(clock() * 1e9)
-        self._histograms = self._instruments(
-            metrics.get_meter("flowkv") if meter is None else meter
-        )
+        meter = metrics.get_meter("flowkv") if meter is None else meter
+        self._histograms = self._instruments(meter)
         self._gaps, bus = gaps, kv.bus
         # Plans are too frequent to be emitted for this alone, as for `KV.metrics`.
         spread = {one.event for one in NAMES.values() if one.kind == "histogram"} - {"StepPlanned"}

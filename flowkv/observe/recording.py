@@ -12,7 +12,7 @@ import hashlib
 import secrets
 import struct
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -93,7 +93,7 @@ class Writer(Closing):
         self._tenants: dict[bytes, int] = {}
         self._count = self._blocks = 0
         self._pending: list[RecordedRequest] = []
-        self._file: BinaryIO | None = self.path.open("wb")
+        self._file = self.path.open("wb")
         self._file.write(MAGIC)
         self._write(msgspec.msgpack.encode(About(block_tokens)))
 
@@ -155,7 +155,7 @@ class Writer(Closing):
 
     def flush(self) -> None:
         """Write all added requests to the file."""
-        if self._file is None:
+        if self._file.closed:
             raise StateError(f"recording {self.path} is closed", "Open another Writer")
         if self._pending:
             pending, self._pending, self._blocks = self._pending, [], 0
@@ -164,19 +164,16 @@ class Writer(Closing):
 
     def close(self) -> None:
         """Write the remaining requests and close the file; a second call does nothing."""
-        if self._file is not None:
+        if not self._file.closed:
             try:
                 self.flush()
             finally:
                 self._file.close()
-                self._file = None
 
     def _hash(self, name: bytes, what: bytes) -> bytes:
         return hashlib.blake2b(name, digest_size=ID_BYTES, key=self._salt, person=what).digest()
 
     def _write(self, body: bytes) -> None:
-        if self._file is None:
-            raise StateError(f"recording {self.path} is closed", "Open another Writer")
         packed = zstandard.ZstdCompressor(level=3).compress(body)
         self._file.write(FRAME_HEAD.pack(len(packed), len(body), xxhash.xxh3_64_intdigest(body)))
         self._file.write(packed)

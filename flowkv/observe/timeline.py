@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,6 +31,7 @@ from flowkv.observe.metrics import RULES, Level, Metrics, Series, Spread, Tenanc
 COMPUTING = ("compute", "suffix")
 """Engines that are the model; every other one is a tier."""
 
+Number = TypeVar("Number", int, float)
 _MOST_UNDER_WAY = 1024  # requests that may still end; older ones were cancelled
 
 
@@ -192,9 +193,9 @@ def idle(span: events.RestoreSpan) -> bool:
     return not (span.seconds or span.n_bytes)
 
 
-def joined(pieces: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def joined(pieces: Iterable[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
     """Return intervals in ascending order, with touching and overlapping ones merged."""
-    found: list[tuple[float, float]] = []
+    found: list[tuple[Number, Number]] = []
     for first, stop in sorted(pieces):
         if found and first <= found[-1][1]:
             found[-1] = (found[-1][0], max(stop, found[-1][1]))
@@ -451,18 +452,14 @@ class Serving(Closing):
         self._busy_s += seconds
         self._used_s += used * seconds
         self._row_s += step.rows * seconds
-        self._totals.update(
-            steps=1,
-            made_tokens=step.made_tokens,
-            prefill_tokens=step.prefill_tokens,
-            decode_tokens=step.decode_tokens,
-        )
         levels = {"rows": step.rows, "waiting": step.waiting, "aside": step.aside, "kv": used}
         for name, level in levels.items():
             self._most[name] = max(self._most.get(name, 0), level)
         self.series.set(step.started_s, levels, weight=seconds)
         counted = {"made": step.made_tokens, "prefill": step.prefill_tokens}
-        self.series.count(step.started_s, counted | {"decode": step.decode_tokens})
+        counted["decode"] = step.decode_tokens
+        self._totals.update(counted, steps=1)
+        self.series.count(step.started_s, counted)
         self._sample(step.started_s + seconds)
 
     def _finished(self, event: events.Finished) -> None:
@@ -510,7 +507,7 @@ class Serving(Closing):
         with self._lock:
             span_s = max(0.0, self._until_s - self._begun_s)
             totals, most, busy_s = self._totals, self._most, self._busy_s
-            made, finished = totals["made_tokens"], self.moves.by("finished_total", "reason")
+            made, finished = totals["made"], self.moves.by("finished_total", "reason")
             found = self.moves.by("hit_tokens_total", "tier")
             known = sum(found.values()) + self.moves.total("miss_tokens_total")
             kept, dropped = (self.moves.total("preemptions_total", kept=k) for k in (True, False))
@@ -522,7 +519,7 @@ class Serving(Closing):
                 "steps": totals["steps"],
                 "busy_s": busy_s,
                 "made_tokens": made,
-                "prefill_tokens": totals["prefill_tokens"],
+                "prefill_tokens": totals["prefill"],
                 "reused_tokens": int(reused),
                 "tokens_per_s": made / span_s if span_s else 0.0,
                 "requests_per_s": sum(finished.values()) / span_s if span_s else 0.0,

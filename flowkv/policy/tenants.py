@@ -274,7 +274,8 @@ class Tenants(Policy):
         now_ns = self._clock(now_ns)
         tenant = self._owner.get(int(slots[-1])) if len(slots) else None
         if tenant is not None:
-            self._accounts[tenant].policy.hint(now_ns, self._of(tenant, slots), eta_ns, sigma)
+            mine = [s for s in slots.tolist() if self._owner.get(s) == tenant]
+            self._accounts[tenant].policy.hint(now_ns, np.array(mine, np.int64), eta_ns, sigma)
 
     def enqueue(self, now_ns: int, request: int, slots: Slots) -> None:
         """Record that a queued request will use this chain, until its `access` or `abort`.
@@ -483,9 +484,6 @@ class Tenants(Policy):
             return [(kinds[0], slots)]
         each = np.array(owners, np.int64)
         return [(t, slots[each == t]) for t in kinds]
-
-    def _of(self, tenant: int, slots: Slots) -> Slots:
-        return np.array([s for s in slots.tolist() if self._owner.get(s) == tenant], np.int64)
 
     def _tell_queued(self, now_ns: int) -> None:
         """Enqueue queued requests with an owned block at the policy of that block's tenant."""

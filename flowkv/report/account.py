@@ -249,7 +249,8 @@ def _memory(serving: Serving, by_place: dict[str, dict[str, float]]) -> list[Any
         fragmented = share(held["device_fragmentation"]) if kind == "device" else None
         loaded = _bytes(held["tier_loaded_bytes_total"]) if kind == "tier" else None
         written = _bytes(serving.moves.total("stored_bytes_total", tier=place))
-        rows.append([place, _bytes(here), room, fragmented, loaded, written, _breaker(held)])
+        breaker = next((n[3:] for n, value in held.items() if n.startswith("is ") and value), None)
+        rows.append([place, _bytes(here), room, fragmented, loaded, written, breaker])
     columns = ["place", "in use", "of", "fragmented", "loaded", "written", "breaker"]
     return [*parts, Table(columns, rows)] if rows else parts
 
@@ -275,10 +276,10 @@ def _reuse(
         parts.append(Table(["brought early from", "used", "wasted", "precision"], rows))
     asked = told["tenants"]
     if len(asked) > 1:
-        rows = [
-            [name if tenants else f"tenant {number}", *_tenant(asked[name])]
-            for number, name in enumerate(asked, 1)
-        ]
+        rows = []
+        for number, (name, one) in enumerate(asked.items(), 1):
+            tokens = sum(one["hit_tokens"].values()) + one["miss_tokens"]
+            rows.append([name if tenants else f"tenant {number}", tokens, share(one["hit_rate"])])
         parts.append(Table(["tenant", "prompt tokens", "found"], rows))
     return parts
 
@@ -290,11 +291,6 @@ def _beside(told: dict[str, Any]) -> list[Any]:
         read = None if what == "results" else _bytes(of["read_bytes"])
         rows.append([what, asked, found, share(found / asked), read])
     return [Table(["what", "asked for", "found", "share", "read"], rows)] if rows else []
-
-
-def _tenant(report: dict[str, Any]) -> list[object]:
-    tokens = sum(report["hit_tokens"].values()) + report["miss_tokens"]
-    return [tokens, share(report["hit_rate"])]
 
 
 def _audits(serving: Serving, levels: list[Level]) -> list[Any]:
@@ -344,11 +340,6 @@ def _by_place(levels: Iterable[Level]) -> dict[str, dict[str, float]]:
             state = level.labels.get("state")
             places.setdefault(place, {})[f"is {state}" if state else level.name] = level.value
     return {place: held for place, held in places.items() if any("used" in name for name in held)}
-
-
-def _breaker(held: dict[str, float]) -> str | None:
-    states = [name[3:] for name, value in held.items() if name.startswith("is ") and value]
-    return states[0] if states else None
 
 
 def _bytes(value: float) -> str:

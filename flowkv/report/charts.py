@@ -15,7 +15,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from xml.etree import ElementTree as ET
@@ -352,7 +351,9 @@ def _draw_spread(axes: Axes, spread: Spread, colour: str) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = spread_ends(spread)
-    held, edges = spread_bars(spread, low, high)
+    edges = np.geomspace(low, high, _BARS + 1)
+    counts, _ = np.histogram(np.clip(spread.newest, edges[0], edges[-1]), edges)
+    held = counts.tolist()  # values below are in the first bar
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     axes.grid(visible=False)
@@ -378,13 +379,6 @@ def spread_ends(spread: Spread) -> tuple[float, float]:
         middle = math.sqrt(low * high)
         low, high = middle / math.sqrt(3), middle * math.sqrt(3)
     return low, high
-
-
-def spread_bars(spread: Spread, low: float, high: float) -> tuple[list[int], np.ndarray]:
-    """Return the newest values per bar, and the bars' edges; values below are in the first bar."""
-    edges = np.geomspace(low, high, _BARS + 1)
-    held, _ = np.histogram(np.clip(spread.newest, edges[0], edges[-1]), edges)
-    return held.tolist(), edges
 
 
 # Charts over time.
@@ -437,37 +431,27 @@ class Gantt:
             every = max(1, math.ceil(11 * len(self.lanes) / height)) if height else 1
             labelled = range(0, len(self.lanes), every)
             axes.set_yticks(labelled, [f"{self.lanes[row].request:,}" for row in labelled])
-            bar = partial(self._bar, axes, factor)
+            bars = []
             for row, lane in enumerate(self.lanes):
                 for phase, first_s, stop_s in lane.pieces:
                     name, colour, high = _PHASES[phase]
                     said = f"request {lane.request}: {name}, {seconds(stop_s - first_s)}"
-                    bar(row, (first_s, stop_s), colour, high, said)
+                    bars.append((row, first_s, stop_s, colour, high, said))
                 if (ended := lane.ended) is not None and _broken(lane):
                     at_s = ended.started_s + ended.seconds
                     said = f"request {lane.request}: {ended.reason}"
-                    bar(row, (at_s, at_s + 0.006 * self.until_s), 4, 1.0, said)
+                    bars.append((row, at_s, at_s + 0.006 * self.until_s, 4, 1.0, said))
+            for row, *when, colour, high, said in bars:
+                first_s, stop_s = (min(self.until_s, max(0, at - self.started_s)) for at in when)
+                width = max(stop_s - first_s, 0.001 * self.until_s)
+                left = min(first_s, self.until_s - width) * factor
+                (patch,) = axes.barh(row, width * factor, high, left, color=_colour(colour))
+                _say(patch, said)
             seen = {piece.phase for lane in self.lanes for piece in lane.pieces}
             legend = [LegendKey(*_PHASES[phase][:2]) for phase in PHASES if phase in seen]
             if any(map(_broken, self.lanes)):
                 legend.append(LegendKey("cancelled, late or failed", 4))
             return _picture(self.caption, legend, figure)
-
-    def _bar(
-        self,
-        axes: Axes,
-        factor: float,
-        row: int,
-        when: tuple[float, float],
-        colour: int,
-        high: float,
-        said: str,
-    ) -> None:
-        first_s, stop_s = (min(self.until_s, max(0.0, at_s - self.started_s)) for at_s in when)
-        width = max(stop_s - first_s, 0.001 * self.until_s)
-        left = min(first_s, self.until_s - width)
-        (patch,) = axes.barh(row, width * factor, high, left * factor, color=_colour(colour))
-        _say(patch, said)
 
 
 def _broken(lane: RequestLane) -> bool:

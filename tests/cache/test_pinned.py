@@ -174,30 +174,25 @@ class FakeStreams:
     def _direction(self, to_device: bool) -> list[Any]:
         return self.queues["up" if to_device else "down"]
 
-    def scatter(self, *move: Any) -> None:
-        self._kernel("scatter", dispatch.scatter_pages, *move)
-
-    def gather(self, *move: Any) -> None:
-        self._kernel("gather", dispatch.gather_pages, *move)
-
-    def _kernel(
+    def move(
         self,
-        name: str,
-        move: Callable[..., None],
         pages: torch.Tensor,
         granules: Sequence[int],
         memory: torch.Tensor,
         lines: Sequence[int],
         n_bytes: int,
+        *,
+        to_device: bool,
     ) -> None:
-        self.calls.append(f"{name} {len(granules)}")
+        kernel = dispatch.scatter_pages if to_device else dispatch.gather_pages
+        self.calls.append(f"{'scatter' if to_device else 'gather'} {len(granules)}")
         where, those = (torch.tensor(x, dtype=torch.int32) for x in (granules, lines))
         there = at(memory)
 
         def carry_out() -> None:
-            move(pages, where, n_bytes // GRANULE, there(), lines=those)
+            kernel(pages, where, n_bytes // GRANULE, there(), lines=those)
 
-        self._direction(name == "scatter").append((None, carry_out))
+        self._direction(to_device).append((None, carry_out))
 
     def digest(
         self,
@@ -603,11 +598,11 @@ def test_memory_is_registered_once_and_as_long_as_it_is_used() -> None:
     held[0].fill_(1)  # a tier that is late: the memory is there, and registered
     assert copies.stage(1, GRANULE)[0].data_ptr() != held[0].data_ptr()
     again = open_copies(device, pages, n_bytes=len(pages))
-    assert device.calls == ["pin", "pin"] and again.why == ""
+    assert device.calls == ["pin", "pin"] and again.slots.why == ""
     del held
     assert device.calls == ["pin", "pin", "unpin"]
     refused = open_copies(FakeStreams(0, "pin"), pages, n_bytes=len(pages))
-    assert refused.why == "no rights" and refused.staged_bytes() == 0
+    assert refused.slots.why == "no rights" and refused.staged_bytes() == 0
     assert refused.stage(2, GRANULE)[1].shape == (GRANULE,)
 
 
@@ -1351,7 +1346,7 @@ def test_a_slow_producer_on_a_gpu(granules: int) -> None:
     device, count, n_bytes = torch.device("cuda"), 32, granules * GRANULE
     pages = torch.zeros(2 * count * n_bytes, dtype=torch.uint8, device=device)
     copies = open_copies(CudaStreams(device), pages, n_bytes=128 << 20)
-    assert copies.why == ""
+    assert copies.slots.why == ""
     places = [2 * i * granules for i in torch.randperm(count).tolist()]
     for value in range(1, 6):
         torch.cuda._sleep(50_000_000)  # the kernel that fills the pages comes late

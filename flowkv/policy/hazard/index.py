@@ -66,11 +66,8 @@ def model_of(saved: bytes) -> NDArray[np.float64]:
         raise ConfigError(f"this is no hazard model: {error}", wrong) from None
     shape = [learned.BINS, learned.KNOTS, *learned.SIZES.values()]
     sizes = len(image.weights), len(image.bases), len(image.reach)
-    if (image.version, image.shape) != (MODEL_VERSION, shape) or sizes != (
-        4 * learned.BUCKETS * learned.KNOTS,
-        4 * learned.BINS,
-        8,
-    ):
+    wanted = 4 * learned.BUCKETS * learned.KNOTS, 4 * learned.BINS, learned.REACHES
+    if (image.version, image.shape, sizes) != (MODEL_VERSION, shape, wanted):
         raise ConfigError("the hazard model has another shape", wrong)
     row: NDArray[np.float64] = fresh_model()[0]
     row[: learned.BASES : 2] = np.frombuffer(image.weights, "<f4")
@@ -93,15 +90,11 @@ def fresh_model() -> NDArray[np.float64]:
 
 def is_model(models: NDArray[np.float64]) -> bool:
     """Return whether models are within the bounds that learning keeps."""
-    weights, bases = (
-        np.abs(models[:, : learned.BASES : 2]),
-        np.abs(models[:, learned.BASES : learned.REACH : 2]),
-    )
     tail = models[:, learned.REACH :]
     return bool(
         np.isfinite(models).all()
-        and (weights <= learned.WEIGHT_LIMIT).all()
-        and (bases <= learned.BASE_LIMIT).all()
+        and (np.abs(models[:, : learned.BASES : 2]) <= learned.WEIGHT_LIMIT).all()
+        and (np.abs(models[:, learned.BASES : learned.REACH : 2]) <= learned.BASE_LIMIT).all()
         and (models[:, 1 : learned.REACH : 2] >= 0).all()
         and (models[:, learned.BASES + 1 : learned.REACH : 2] > 0).all()
         and ((tail >= 0) & (tail <= TAIL_LIMIT)).all()

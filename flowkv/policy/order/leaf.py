@@ -303,9 +303,7 @@ class LeafOrder(Policy):
         return int(self._state[compiled.COUNT])
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({len(self)} resident, {int(self._state[compiled.BIRTHS])} ever)"
-        )
+        return f"{type(self).__name__}({len(self)} resident, {self._state[compiled.BIRTHS]} ever)"
 
     # ---- compiled calls that a learned order answers otherwise
 

@@ -784,15 +784,11 @@ class Prefetcher:
 
     def _affordable(self, budget: int, slots: Slots, reach: PrefetchView) -> tuple[Slots, Slots]:
         """Return the leading blocks within the budget, the rate and the share of unproven bytes."""
-        outcomes = self._outcomes
-        most = min(
-            self.credit.affords(budget),
-            self._allowance,
-            self.config.flying_bytes - outcomes.flying_bytes,
-        )
+        flying = self.config.flying_bytes - self._outcomes.flying_bytes
+        most = min(self.credit.affords(budget), self._allowance, flying)
         if budget >= LEARNED:
             unproven = self.config.unproven * reach.capacity_bytes
-            most = min(most, unproven - outcomes.unproven_bytes)
+            most = min(most, unproven - self.unproven_bytes)
         if not len(slots) or most <= 0:
             return slots[:0], slots[:0]
         sizes = reach.sizes(slots)

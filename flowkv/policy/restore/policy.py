@@ -561,10 +561,8 @@ class Aim:
                 split = best_split(progress, layer, cap, costs, prices)
             best.append((split, sources))
         if not best:
-            finish_s = suffix_s + costs.compute_s(
-                request, request.layers, Span(request.resident, request.tokens)
-            )
-            self.size_s = finish_s
+            whole = Span(request.resident, request.tokens)
+            self.size_s = suffix_s + costs.compute_s(request, request.layers, whole)
             return
         least = min(split.finish_s for split, _ in best)
         split, self.sources = next(one for one in best if one[0].finish_s <= _AS_GOOD * least)
