@@ -63,6 +63,7 @@ steps = st.lists(
         st.tuples(st.just("remove"), st.sampled_from(REPLICAS), chains, st.sampled_from("GC")),
         st.tuples(st.just("clear"), st.sampled_from(REPLICAS)),
     ),
+    min_size=8,
     max_size=25,
 )
 
@@ -137,7 +138,11 @@ def test_what_a_replica_computes_goes_by() -> None:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 500), st.integers(0, 5)), max_size=20)
+    st.lists(
+        st.tuples(st.integers(0, 300), st.integers(1, 500), st.integers(0, 5)),
+        min_size=5,
+        max_size=20,
+    )
 )
 def test_work_is_done_in_its_order(story: list[tuple[int, int, int]]) -> None:
     """Against a replica that computes a token at a time."""
