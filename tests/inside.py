@@ -377,7 +377,6 @@ if TYPE_CHECKING:
         HINT,
         LEARNED,
         QUEUE,
-        Credit,
         Hint,
         RegretGuard,
         class_of,
@@ -470,7 +469,7 @@ if TYPE_CHECKING:
     from flowkv.tiers import frame as tiers_frame
     from flowkv.tiers import io as tiers_io
     from flowkv.tiers.base import UNBOUNDED, evictable, listed
-    from flowkv.tiers.digest import CHECK, REASONS, SEAL, STREAMED_BYTES, check_frames, seal_frames
+    from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, seal_frames
     from flowkv.tiers.disk import journal
     from flowkv.tiers.disk import tier as transfer
     from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -17,44 +16,12 @@ from bench.policy.cost import fixed, ids_of, per_request
 from bench.policy.finding import GROUPS, Finding, summary
 from bench.policy.ground import Ground, Replays, part
 from bench.policy.replayed import _halves, closure, floor, prefetch
-from flowkv.sim import Trace, replay
+from flowkv.sim import Trace, generate, replay
 
 
-def small_trace(seed: int = 1, requests: int = 240) -> Trace:
+def small_trace(seed: int = 1) -> Trace:
     """Conversations over a common beginning, in turns, with gaps."""
-    rng = np.random.default_rng(seed)
-    chains: list[list[int]] = []
-    parents: list[int] = [-1]
-    depths = [0]
-    told, sessions, live = [], [], []
-    for _ in range(requests):
-        if not live or rng.random() < 0.2:
-            live.append(len(chains))
-            chains.append([0])
-        session = live[int(rng.integers(max(0, len(live) - 6), len(live)))]
-        chain = chains[session]
-        for _block in range(int(rng.integers(1, 4))):
-            parents.append(chain[-1])
-            depths.append(len(chain))
-            chain.append(len(parents) - 1)
-        told.append(list(chain))
-        sessions.append(session)
-    sizes = [len(chain) for chain in told]
-    zeros = np.zeros(requests, np.int32)
-    return Trace(
-        name=f"small-{seed}",
-        times_ns=np.arange(requests) * 10**9,
-        offsets=np.cumsum([0, *sizes]),
-        blocks=np.array(list(itertools.chain(*told))),
-        parents=np.array(parents),
-        depths=np.array(depths, np.int32),
-        input_tokens=np.array(sizes, np.int32) * 16,
-        output_tokens=zeros + 8,
-        sessions=np.array(sessions),
-        stops=np.zeros(requests, np.int8),
-        tenants=zeros,
-        block_tokens=16,
-    )
+    return msgspec.structs.replace(generate("chat", requests=240, seed=seed), name=f"small-{seed}")
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,7 @@ def read(device: LateDevice, kv: KV, seq: Sequence) -> None:
 
 
 KINDS = ["open", "decode", "decode", "fork", "cut", "close"]
-Story = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99)), max_size=25)
+Story = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99)), min_size=8, max_size=25)
 
 
 def told(story: list[tuple[str, int]], device: LateDevice) -> LateDevice:

@@ -108,7 +108,7 @@ def test_blocks_known_before_their_parents_are_below_them() -> None:
     assert index.branches(key(1)) == [[child, grandchild]]
 
 
-@given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=15, max_size=60))
 def test_the_tree_is_that_of_a_dictionary(calls: list[tuple[int, bool]]) -> None:
     index, known = PrefixIndex(), dict[int, Block]()
     for number, publish in calls:  # number n lies below n // 2

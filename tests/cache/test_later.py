@@ -183,6 +183,7 @@ Story = st.lists(
     st.tuples(
         st.sampled_from(["open", "decode", "fork", "cut", "close", "move"]), st.integers(0, 99)
     ),
+    min_size=8,
     max_size=25,
 )
 

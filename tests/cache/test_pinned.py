@@ -337,6 +337,7 @@ steps = st.lists(
     st.tuples(st.sampled_from(["compute_write", "compute_read"]), st.integers(0, PAGES - 1))
     | st.tuples(st.sampled_from(["load", "load_unread", "save"]), some)
     | st.tuples(st.just("turn")),
+    min_size=10,
     max_size=40,
 )
 

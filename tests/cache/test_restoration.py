@@ -343,7 +343,7 @@ ways_to_restore = st.builds(Split, st.integers(0, 3).map(lambda n: n * PAGE), st
 @given(
     policy=st.just("flowkv") | ways_to_restore,
     pages=st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8)),
-    moves=st.lists(st.tuples(st.integers(0, 2), st.sampled_from("owps")), max_size=20),
+    moves=st.lists(st.tuples(st.integers(0, 2), st.sampled_from("owps")), min_size=5, max_size=20),
 )
 def test_what_requests_share_is_loaded_once(policy: Any, pages: Any, moves: Any) -> None:
     prompt, link = tokens(8 * PAGE + 1), Link(per_poll=0)

@@ -144,14 +144,14 @@ def run(moves: list[tuple], seed: int) -> None:
     assert not schedule._leaders and not schedule.queued_bytes and not schedule.flying_bytes
 
 
-@given(st.lists(MOVES, max_size=60), st.integers(0, 99))
+@given(st.lists(MOVES, min_size=15, max_size=60), st.integers(0, 99))
 def test_every_wish_is_answered_once_in_order_and_within_limits(moves: list, seed: int) -> None:
     run(moves, seed)
 
 
 @pytest.mark.deep
 @settings(max_examples=20_000)
-@given(st.lists(MOVES, max_size=300), st.integers(0, 99))
+@given(st.lists(MOVES, min_size=60, max_size=300), st.integers(0, 99))
 def test_every_wish_is_answered_once_at_length(moves: list, seed: int) -> None:
     run(moves, seed)
 

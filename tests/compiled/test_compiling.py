@@ -35,7 +35,9 @@ def times() -> Iterator[Times]:
         yield Times(patch)
 
 
-EVENTS = st.lists(st.tuples(st.integers(1, 3), st.booleans(), st.integers(0, 50)), max_size=60)
+EVENTS = st.lists(
+    st.tuples(st.integers(1, 3), st.booleans(), st.integers(0, 50)), min_size=15, max_size=60
+)
 
 
 @given(EVENTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +11,9 @@ import pytest
 
 from flowkv.connect import Keeper
 from flowkv.policy import make_policy
-from flowkv.tiers import Load, Outcome
 from flowkv.tiers.disk import DiskTier
-from tests.tiers.frames import LAYOUT, answers, body_of, key_of
-from tests.tiers.victim import CAPACITY_BYTES, kill_once, size_of
+from tests.tiers.frames import key_of
+from tests.tiers.victim import CAPACITY_BYTES, forking, found, kill_once
 
 from .victim import NAMES
 
@@ -24,27 +22,8 @@ Server = subprocess.Popen[bytes]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    command = [sys.executable, "-m", "tests.connect.victim"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            yield process
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.kill()
-
-
-def found(keeper: Keeper) -> set[int]:
-    """Names that are verified hits; their bytes must be right, and all must be answered."""
-    caller, targets = keeper.caller(), [bytearray(size_of(name)) for name in range(NAMES)]
-    items = [Load(key_of(name), memoryview(target), LAYOUT) for name, target in enumerate(targets)]
-    there = set()
-    for answer in answers(caller, caller.submit_load(items), NAMES):
-        assert (answer.outcome, answer.reason) in ((Outcome.HIT, ""), (Outcome.MISS, ""))
-        if answer.outcome is Outcome.HIT:
-            assert targets[answer.item] == body_of(answer.item, size_of(answer.item)), "WRONG BYTES"
-            there.add(answer.item)
-    return there
+    with forking("tests.connect.victim") as process:
+        yield process
 
 
 def kills(server: Server, directory: Path, points: int, seed: int) -> tuple[int, int]:
@@ -54,7 +33,7 @@ def kills(server: Server, directory: Path, points: int, seed: int) -> tuple[int,
         said += kill_once(server, directory, point, rng.uniform(0.001, 0.06), must)
         with Keeper([DiskTier(directory, CAPACITY_BYTES)], lambda *_: make_policy("lru")) as keeper:
             (level,) = keeper.levels
-            there = found(keeper)
+            there = found(keeper.caller(), NAMES)
             assert must <= there, f"lost {sorted(must - there)} at point {point}"
             assert set(level.book) == {key_of(name) for name in there}
             assert level.tier.used_bytes() <= CAPACITY_BYTES

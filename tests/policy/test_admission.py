@@ -101,6 +101,7 @@ events = st.lists(
         st.tuples(st.just("leave"), slots),
         st.tuples(st.just("forget"), slots),
     ),
+    min_size=15,
     max_size=60,
 )
 

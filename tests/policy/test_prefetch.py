@@ -19,11 +19,9 @@ from tests.inside import (
     NO_SLOTS,
     QUEUE,
     ConfigError,
-    Credit,
     Hint,
     Rates,
     RegretGuard,
-    class_of,
 )
 from tests.policy.prefetch_reference import S, Shop, SlowPrefetcher
 from tests.policy.slots import ids
@@ -39,10 +37,15 @@ def patient() -> RegretGuard:
 
 
 class Drive:
-    """Both prefetchers over one shop each; all that they plan is carried out and compared."""
+    """Both prefetchers over one shop each, that knows all blocks and holds none.
+
+    All that they plan is carried out and compared.
+    """
 
     def __init__(self, capacity: int, **options: Any) -> None:
         self.shops = Shop(PARENTS, capacity), Shop(PARENTS, capacity)
+        for shop in self.shops:
+            shop.known |= set(range(len(PARENTS)))
         options = OPTIONS | options
         self.fast = Prefetcher(capacity, guard=patient(), **options)
         self.slow = SlowPrefetcher(capacity, **options)
@@ -198,24 +201,32 @@ def run(events: list[tuple], capacity: int, limits: dict[str, Any]) -> Drive:
     return drive
 
 
-@settings(max_examples=50)
-@given(st.lists(EVENTS, max_size=40), st.integers(4, 9), LIMITS)
-def test_it_decides_what_its_reference_decides(
-    events: list[tuple], capacity: int, limits: dict[str, Any]
-) -> None:
-    run(events, capacity, limits)
+STORIES = st.lists(EVENTS, min_size=20, max_size=60)
+"""Long enough: in shorter ones hardly anything is brought."""
+
+
+def test_it_decides_what_its_reference_decides() -> None:
+    brought = set[int]()
+
+    @settings(max_examples=120)
+    @given(STORIES, st.integers(4, 7), LIMITS)
+    def tell(events: list[tuple], capacity: int, limits: dict[str, Any]) -> None:
+        brought.update(fetch.kind for fetch in run(events, capacity, limits).fetches)
+
+    tell()
+    assert brought == {QUEUE, HINT, LEARNED}, "stories that bring nothing compare nothing"
 
 
 @pytest.mark.deep
 @settings(max_examples=10_000)
-@given(st.lists(EVENTS, max_size=150), st.integers(4, 12), LIMITS)
+@given(st.lists(EVENTS, min_size=20, max_size=150), st.integers(4, 12), LIMITS)
 def test_it_decides_what_its_reference_decides_at_length(
     events: list[tuple], capacity: int, limits: dict[str, Any]
 ) -> None:
     run(events, capacity, limits)
 
 
-@given(st.lists(EVENTS, max_size=40))
+@given(STORIES)
 def test_equal_events_give_equal_digests(events: list[tuple]) -> None:
     first, second = run(events, 5, {}), run(events, 5, {})
     assert first.fast.digest() == second.fast.digest()
@@ -223,156 +234,20 @@ def test_equal_events_give_equal_digests(events: list[tuple]) -> None:
     assert (first.fast.digest() == 0) == (not fetches)
 
 
-# ---- one thing at a time
-
-
-def known(capacity: int = 8, **options: Any) -> Drive:
-    """A shop that knows all blocks and holds none."""
-    drive = Drive(capacity, **options)
+def test_learned_prefetches_that_are_never_used_cost_a_share_of_the_demand_at_most() -> None:
+    drive, demanded = Drive(8, probe_share=0.25, unproven=1.0), 0
     for shop in drive.shops:
-        shop.known |= set(range(len(PARENTS)))
-    return drive
-
-
-def planned(drive: Drive) -> list[tuple[int, list[int], list[int]]]:
-    before = len(drive.fetches)
-    drive.plan(True)
-    return [(f.kind, f.slots.tolist(), f.victims.tolist()) for f in drive.fetches[before:]]
-
-
-def test_to_bring_nothing_is_the_normal_answer() -> None:
-    drive = known()
-    for _ in range(9):
+        shop.rates[8] = 4.0
+    for turn in range(200):
         drive.now += S
-        assert planned(drive) == []
-
-
-def test_the_queue_goes_first_then_hints_then_what_is_learned() -> None:
-    drive = known(capacity=10, unproven=1.0)
-    drive.fast.credit.probes = drive.slow.probes = 9.0
-    for shop in drive.shops:
-        shop.rates[5] = 4.0
-    drive.hint([6, 7, 9], 0, 0.5)
-    drive.enqueue(7, [0, 1, 2, 3])
-    assert [(kind, slots) for kind, slots, _ in planned(drive)] == [
-        (QUEUE, [0, 1, 2, 3]),
-        (HINT, [6, 7, 9]),
-        (LEARNED, [4, 5]),
-    ]
-
-
-def test_what_is_queued_makes_room_and_what_is_likely_only_at_the_cost_of_the_less_likely() -> None:
-    drive = known(capacity=4, unproven=1.0)
-    drive.serve(3, 0)
-    for shop in drive.shops:
-        for slot in range(4):
-            shop.rates[slot] = 1.0
-        shop.rates[8] = 1.2
-    drive.fast.credit.probes = drive.slow.probes = 9.0
-    assert planned(drive) == [], "1.2 is not more than 1.0 and a margin of 0.2"
-    drive.enqueue(7, [6, 7, 8])
-    assert planned(drive) == [(QUEUE, [6, 7, 8], [3, 2, 1])]
-
-
-def test_what_a_chain_hangs_on_does_not_go_for_it() -> None:
-    drive = known(capacity=4, unproven=1.0)
-    drive.serve(8, 0)
-    for shop in drive.shops:
-        shop.insert(0, ids(0), ids(-1))
-        for slot in (6, 7, 8):
-            shop.rates[slot] = 1.0
-        shop.rates[2] = 4.0  # the way to it begins at 0, which is worth nothing by itself
-    drive.fast.credit.probes = drive.slow.probes = 9.0
-    assert planned(drive) == [(LEARNED, [1, 2], [8, 7])]
-
-
-def test_bytes_a_second_are_limited_and_saved_up_for_a_burst() -> None:
-    drive = known(bytes_per_s=1.0, burst_s=3.0)
-    drive.enqueue(1, [0, 1, 2, 3])
-    assert planned(drive) == []
-    drive.now = 100 * S
-    assert planned(drive) == [(QUEUE, [0, 1, 2], [])]
-    assert planned(drive) == []
-    drive.now += S
-    assert planned(drive) == [(QUEUE, [3], [])]
-
-
-def test_a_request_that_ran_or_was_called_off_is_not_queued_any_more() -> None:
-    for ends in ("serve", "abort"):
-        drive = known()
-        drive.enqueue(1, [0, 1])
-        if ends == "serve":
-            drive.serve(1, 1)
-            drive.clear()
-        else:
-            drive.fast.abort(0, 1)
-            drive.slow.abort(0, 1)
-        assert planned(drive) == []
-
-
-def test_what_is_hinted_waits_for_its_time_whatever_was_learned() -> None:
-    drive = known(unproven=1.0)
-    drive.fast.credit.probes = drive.slow.probes = 9.0
-    for shop in drive.shops:
-        shop.rates[1] = 4.0
-    drive.hint([0, 1], 100 * S, 0.1)
-    assert planned(drive) == []
-    drive.hint([0, 1], NEVER_NS, 0.1)
-    drive.now = 2 * S
-    assert planned(drive) == [(LEARNED, [0, 1], [])], "the policy should know that it is over"
-
-
-def test_what_is_on_its_way_is_not_brought_twice_and_counts_when_it_is_waited_for() -> None:
-    drive = known()
-    for request, tip in ((1, [0, 1]), (2, [0, 1, 2])):
-        drive.enqueue(request, tip)
-        drive.plan(at_once=False)
-    assert [f.slots.tolist() for f in drive.fetches] == [[0, 1], [2]]
-    drive.fast.accessed(0, ids(0, 1), 0, 0, 1)
-    drive.slow.accessed(0, [0, 1], 0, 0, 1)
-    assert drive.fast.used_bytes[QUEUE] == 2
-    drive.land([0, 1, 2])
-    drive.compare()
-    drive.clear()
-    assert drive.fast.wasted_bytes[QUEUE] == 1
-    drive.compare()
-
-
-def test_what_a_prefetch_pushed_out_and_somebody_asks_for_is_displaced_unless_long_ago() -> None:
-    for late in (False, True):
-        drive = known(capacity=3, unproven=1.0)
-        drive.serve(2, 0)
-        drive.enqueue(1, [6, 7])
-        assert planned(drive) == [(QUEUE, [6, 7], [2, 1])]
-        drive.now += 21 * S if late else S
-        drive.serve(2, 2)
-        assert drive.fast.displaced_bytes == (0 if late else 2)
-        drive.compare()
-
-
-def test_the_horizon_of_a_block_that_was_brought_again_begins_again() -> None:
-    drive = known()
-    for request in (1, 2):
-        drive.enqueue(request, [0, 1])
-        assert planned(drive) == [(QUEUE, [0, 1], [])]
-        if request == 1:
-            drive.now += 15 * S
-            drive.clear()
-            drive.compare()
-    drive.now += 6 * S  # the first horizon, of 20 seconds, is over
-    drive.plan(True)
-    assert drive.fast.wasted_bytes[QUEUE] == 2 and drive.fast.unproven_bytes == 2
-    drive.compare()
-
-
-def test_a_hint_is_followed_in_time_and_not_before() -> None:
-    drive = known(slack_s=1.0, early=1.0)
-    drive.hint([0, 1], 100 * S, 0.5)
-    start = round(100 * S * math.exp(-0.5)) - S
-    drive.now = start - 1
-    assert planned(drive) == []
-    drive.now = start
-    assert planned(drive) == [(HINT, [0, 1], [])]
+        before = drive.slow.probes
+        drive.plan(True)
+        demanded += 4
+        drive.serve([3, 5][turn % 2], 0)
+        assert drive.slow.probes <= before + 1
+        drive.clear()
+    brought = drive.fast.fetched_bytes[LEARNED]
+    assert 0 < brought <= 0.25 * demanded and drive.fast.precision(LEARNED) == 0.0
 
 
 def test_a_slow_place_below_is_asked_earlier() -> None:
@@ -391,49 +266,6 @@ def test_a_slow_place_below_is_asked_earlier() -> None:
     assert prefetcher.due_ns(start - S // 2) <= start
     assert not list(prefetcher.plan(start - S, shop, shop))
     assert [f.slots.tolist() for f in prefetcher.plan(start + S, shop, shop)] == [[1]]
-
-
-def test_learned_prefetches_that_are_never_used_cost_a_share_of_the_demand_at_most() -> None:
-    drive, demanded = known(probe_share=0.25, unproven=1.0), 0
-    for shop in drive.shops:
-        shop.rates[8] = 4.0
-    for turn in range(200):
-        drive.now += S
-        before = drive.slow.probes
-        drive.plan(True)
-        demanded += 4
-        drive.serve([3, 5][turn % 2], 0)
-        assert drive.slow.probes <= before + 1
-        drive.clear()
-    brought = drive.fast.fetched_bytes[LEARNED]
-    assert 0 < brought <= 0.25 * demanded and drive.fast.precision(LEARNED) == 0.0
-
-
-def test_learned_prefetches_that_are_right_pay_for_more() -> None:
-    drive = known(probe_share=0.02, unproven=1.0)
-    for shop in drive.shops:
-        shop.rates[3] = 4.0
-    for _ in range(100):
-        drive.now += S
-        drive.plan(True)
-        drive.serve(3, 0)
-        drive.clear()
-    assert drive.fast.precision(LEARNED) == 1.0
-    assert drive.fast.fetched_bytes[LEARNED] > 100
-
-
-def test_a_reason_below_the_floor_runs_dry_and_one_above_does_not() -> None:
-    for precision, alive in ((0.3, False), (0.5, True)):
-        credit = Credit(1000, floor=0.4, probe_share=0.0)
-        budget = class_of(LEARNED, 1.0)
-        credit.budgets[budget] = 500.0
-        spent = 0
-        for _ in range(1000):
-            n = min(10.0, credit.affords(budget))
-            credit.pay(budget, n)
-            credit.used(budget, precision * n)
-            spent += n
-        assert (spent == 10_000) == alive
 
 
 def test_the_guard_stops_everything() -> None:

@@ -67,7 +67,7 @@ def test_time_that_goes_back_changes_nothing() -> None:
     assert not one.allows(0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300)), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300)), min_size=15, max_size=60))
 def test_a_balance_never_passes_its_budget_by_more_than_one_event(
     events: list[tuple[int, int]],
 ) -> None:

@@ -19,7 +19,9 @@ def ids_of(numbers, shift=0):
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 3),
-    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(0, 1)), max_size=120),
+    steps=st.lists(
+        st.tuples(st.booleans(), st.integers(0, 40), st.integers(0, 1)), min_size=30, max_size=120
+    ),
 )
 def test_is_a_dict(seed, steps):
     """Insertions and removals in any order; two spaces share the numbers."""

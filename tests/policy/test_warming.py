@@ -87,7 +87,7 @@ others = st.tuples(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(requests | others, max_size=50),
+    st.lists(requests | others, min_size=12, max_size=50),
     st.integers(0, 50),
     st.sampled_from([{}, {"lease_s": 40.0}]),
 )

@@ -400,7 +400,11 @@ def test_the_newest_word_about_a_key_and_a_slot_wins() -> None:
     assert list(index.lines()) == [pack_record(records[n]) for n in (4, 5, 6)]
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), min_size=10, max_size=40
+    )
+)
 def test_the_newest_word_as_one_would_read_it_line_by_line(
     said: list[tuple[int, int, bool]],
 ) -> None:

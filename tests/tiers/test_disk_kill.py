@@ -5,50 +5,28 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from flowkv.tiers import Load, Outcome
 from flowkv.tiers.disk import DiskTier
 
-from .frames import LAYOUT, answers, body_of, key_of
-from .victim import CAPACITY_BYTES, NAMES, kill_once, size_of
+from .frames import key_of
+from .victim import CAPACITY_BYTES, NAMES, forking, found, kill_once
 
 Server = subprocess.Popen
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Forks victims; started once, since loading a program takes longer than a victim lives."""
-    command = [sys.executable, "-m", "tests.tiers.victim"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            yield process
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.kill()  # a victim that is left over dies of the broken pipe
+    with forking("tests.tiers.victim") as process:
+        yield process
 
 
 def disk_bytes(directory: Path) -> int:
     return sum(os.stat(path).st_blocks * 512 for path in [directory, *directory.iterdir()])
-
-
-def found(tier: DiskTier) -> set[int]:
-    """Names that are verified hits; their bytes must be right."""
-    targets = [bytearray(size_of(name)) for name in range(NAMES)]
-    items = [Load(key_of(name), memoryview(target), LAYOUT) for name, target in enumerate(targets)]
-    there = set()
-    for answer in answers(tier, tier.submit_load(items), NAMES):
-        assert (answer.outcome, answer.reason) in ((Outcome.HIT, ""), (Outcome.MISS, ""))
-        if answer.outcome is Outcome.HIT:
-            assert targets[answer.item] == body_of(answer.item, size_of(answer.item)), "WRONG BYTES"
-            there.add(answer.item)
-    return there
 
 
 def kills(server: Server, directory: Path, points: int, seed: int) -> tuple[int, int, float]:
@@ -65,7 +43,7 @@ def kills(server: Server, directory: Path, points: int, seed: int) -> tuple[int,
         slowest_s = max(slowest_s, time.process_time() - start_s)
         assert tier.writable, "the lock outlived its owner"
         assert disk_bytes(directory) <= CAPACITY_BYTES
-        there = found(tier)
+        there = found(tier, NAMES)
         assert must <= there, f"lost {sorted(must - there)} at point {point}"
         assert {entry.key for entry in tier.scan()} == {key_of(name) for name in there}
         assert tier.corrupt == 0

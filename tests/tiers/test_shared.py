@@ -180,6 +180,7 @@ STEPS = st.lists(
         st.integers(0, 2),
         st.integers(0, 9),
     ),
+    min_size=15,
     max_size=60,
 )
 
@@ -213,7 +214,7 @@ def test_several_handles_see_one_truth(
 @settings(max_examples=30)
 @given(
     slots=st.integers(9, 12),
-    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 15)), max_size=60),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 15)), min_size=15, max_size=60),
 )
 def test_the_index_is_a_dict(slots: int, steps: list[tuple[bool, int]]) -> None:
     index, model = np.zeros((slots, 8), np.int64), dict[int, int]()

@@ -47,7 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3 * SIZE)), max_size=40))
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3 * SIZE)), min_size=10, max_size=40))
 def test_slots_are_apart_and_come_back(steps: list[tuple[int, int]]) -> None:
     """Whatever is taken and let go of: bytes stay as they were written, and none is lost."""
     device, pool = Device(), SlotPool(12 * SIZE)

@@ -14,14 +14,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from flowkv.tiers import Outcome, Store
+from flowkv.tiers import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from tests.inside import ThreadsEngine, open_engine
 
-from .frames import answers, body_of, hits, info_of, key_of, stored
+from .frames import LAYOUT, answers, body_of, hits, info_of, key_of, stored
 
 CAPACITY_BYTES = 1 << 20
 NAMES = 90
@@ -113,6 +115,32 @@ def kill_once(
             return said
         said += 1
         (there.add if sign == b"+" else there.discard)(int(name))
+
+
+@contextmanager
+def forking(module: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a server of victims once: loading a program takes longer than a victim lives."""
+    command = [sys.executable, "-m", module]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.kill()  # a victim that is left over dies of the broken pipe
+
+
+def found(tier: Any, count: int) -> set[int]:
+    """Names that are verified hits; their bytes must be right, and all must be answered."""
+    targets = [bytearray(size_of(name)) for name in range(count)]
+    items = [Load(key_of(name), memoryview(target), LAYOUT) for name, target in enumerate(targets)]
+    there = set()
+    for answer in answers(tier, tier.submit_load(items), count):
+        assert (answer.outcome, answer.reason) in ((Outcome.HIT, ""), (Outcome.MISS, ""))
+        if answer.outcome is Outcome.HIT:
+            assert targets[answer.item] == body_of(answer.item, size_of(answer.item)), "WRONG BYTES"
+            there.add(answer.item)
+    return there
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from tests.inside import staging_PAGE_BYTES as PAGE_BYTES
 PAGES = 64
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["take", "take", "give"]), st.integers(0, 20)), max_size=60
+    st.tuples(st.sampled_from(["take", "take", "give"]), st.integers(0, 20)),
+    min_size=15,
+    max_size=60,
 )
 
 

@@ -4,7 +4,7 @@ import random
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.inside import (
@@ -21,18 +21,21 @@ from tests.inside import (
 STEPS = st.lists(
     st.one_of(
         st.just("enter"),
-        st.tuples(st.integers(0, 5), st.sampled_from((True, False, False, None))),
-        st.floats(0.0, 40.0),
+        st.tuples(st.integers(-2, 2), st.sampled_from((True, False, False, False, None))),
+        st.sampled_from((0.5, 1.0, 4.0, 9.0)),
     ),
-    max_size=60,
+    min_size=40,
+    max_size=100,
 )
+"""Long, and about few passes: else three failures in a row are rare, and probes never happen."""
 
 
+@settings(max_examples=50)
 @given(STEPS)
 def test_breaker_against_a_model(steps: list[object]) -> None:
     """Passes are given, reported late or twice, in any order, while time goes by."""
     clock = ManualClock()
-    breaker = Breaker(clock, pause_s=1.0, most_pause_s=8.0)
+    breaker = Breaker(clock, pause_s=1.0, most_pause_s=4.0)
     passes: list[tuple[Pass, int]] = []  # with the number of openings before it
     reported: set[int] = set()
     probe: Pass | None = None
@@ -63,9 +66,8 @@ def test_breaker_against_a_model(steps: list[object]) -> None:
                 probe = None
                 if well:
                     opened_s, run, pause_s = None, 0, 1.0
-                else:
-                    pause_s = min(8.0, 2 * pause_s) if well is False else pause_s
-                    opened_s = now_s
+                elif well is False:
+                    pause_s, opened_s = min(4.0, 2 * pause_s), now_s
             elif first and epoch == openings and well is not None and opened_s is None:
                 run = 0 if well else run + 1
                 if run == FAILURES:
@@ -75,39 +77,6 @@ def test_breaker_against_a_model(steps: list[object]) -> None:
         assert (state is BreakerState.CLOSED) == (opened_s is None)
         assert breaker.ready() == (state is not BreakerState.OPEN)
         assert breaker.trips == openings
-
-
-@given(st.lists(st.booleans(), max_size=30))
-def test_three_failures_in_a_row_open_it_and_no_others(outcomes: list[bool]) -> None:
-    breaker = Breaker(ManualClock())
-    run = 0
-    for well in outcomes:
-        leave = breaker.enter()
-        assert leave is not None
-        leave.report(well)
-        run = 0 if well else run + 1
-        if run == 3:
-            assert breaker.state is BreakerState.OPEN and breaker.enter() is None
-            return
-        assert breaker.state is BreakerState.CLOSED
-
-
-def test_one_probe_closes_it() -> None:
-    clock = ManualClock()
-    breaker = Breaker(clock, pause_s=1.0)
-    old = [breaker.enter() for _ in range(5)]
-    for leave in old[:3]:
-        leave.report(False)
-    assert not breaker.ready()
-    clock.advance(s=1.0)
-    assert breaker.state is BreakerState.HALF_OPEN
-    probe = breaker.enter()
-    assert probe is not None and breaker.enter() is None, "one probe at a time"
-    old[3].report(False)  # of before: it says nothing
-    old[4].report(True)
-    assert breaker.state is BreakerState.OPEN
-    assert probe.report(True) is False
-    assert breaker.state is BreakerState.CLOSED and breaker.enter() is not None
 
 
 def test_a_failed_probe_doubles_the_pause_up_to_a_limit() -> None:
