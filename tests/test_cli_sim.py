@@ -222,6 +222,9 @@ def test_files_of_one_name_are_told_apart(
         (["chat:requests=9", "--hints", "-1"], "hints with an error of -1.0"),
         (["chat:requests=9", "--queue", "-1"], "is no time. Use"),
         (["chat", "--html", "/none/r.html"], "no directory for /none/r.html. Make it first"),
+        (["chat", "--html", "/"], "/ is a directory. Name a file in it"),
+        (["chat", "--codec", "zip"], "invalid choice: 'zip'"),
+        (["chat", "--prices"], "usage: flowkv sim replay"),
         (["chat", "--jobs", "0"], "no count"),
         (["chat", "--html", "r.html", "--policy", "lru," * 13], "12 policies at most"),
         (["chat:requests=9", "--hardware", "abacus"], "Use one of h100"),
@@ -238,6 +241,14 @@ def test_files_of_one_name_are_told_apart(
 )
 def test_replay_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in refused(capsys, "sim", "replay", *words)
+
+
+def test_a_policy_whose_file_exits_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ends.py").write_text("raise SystemExit(0)")
+    said = refused(capsys, "sim", "replay", "chat", "--policy", f"{tmp_path}/ends.py:Mine")
+    assert "ends.py:Mine cannot be made (SystemExit: 0)" in said
 
 
 def test_characterise_prints_and_gives_one_object(capsys: pytest.CaptureFixture[str]) -> None:

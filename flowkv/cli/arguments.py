@@ -42,6 +42,13 @@ class Parser(argparse.ArgumentParser):
         """Raise `Misused` with a message; called by `argparse`."""
         raise Misused(self.format_usage(), message)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; of a verb, refuse what is unknown with its own usage."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
     def option(self, flag: str, metavar: str, about: str, **more: Any) -> None:
         """Add an option with a value; `more` as of `add_argument`."""
         self.add_argument(flag, metavar=metavar, help=about, **more)

@@ -67,8 +67,8 @@ def _add_replays(verb: AddVerb) -> None:
             "with --tiers: blocks that leave memory for disk and remote, by all, second-touch, auto"
         )
         parser.option("--admit", "A,B", about, type=names, default=["all"])
-        about = "of the first place with --tiers: raw, kv8 or kv4"
-        parser.add_argument("--codec", default="raw", help=about)
+        about, codecs = "of the first place with --tiers; default raw", ("raw", "kv8", "kv4")
+        parser.add_argument("--codec", choices=codecs, default="raw", help=about)
         about = "adds times and prices: h100, h200, b200, mi300x or laptop"
         parser.add_argument("--hardware", help=about)
         about = "1b, 8b (the default), 70b or a hybrid of flowkv.sim.hardware; for these"
@@ -124,6 +124,8 @@ def _sweep(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     if given.jobs > 1 and not all(isinstance(maker, str) for maker in makers.values()):
         raise ConfigError("a policy of a file runs in this process only", "Leave out --jobs")
     if given.html is not None:
+        if given.html.is_dir():
+            raise ConfigError(f"{given.html} is a directory", "Name a file in it")
         if not given.html.absolute().parent.is_dir():
             raise ConfigError(f"there is no directory for {given.html}", "Make it first")
         check_installed()
@@ -190,9 +192,10 @@ def _policy(text: str) -> tuple[str, Any]:
     try:
         maker = runpy.run_path(path)[name]
         make_policy(maker())
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         remedy = "Write the path of a Python file and a class in it, such as mine.py:Sieve"
-        cause = f"it has no {name}" if error.args == (name,) else repr(error)
+        cause = f"{type(error).__name__}: {error}".rstrip(".")
+        cause = f"it has no {name}" if error.args == (name,) else cause
         raise ConfigError(f"policy {text} cannot be made ({cause})", remedy) from error
     return name, maker
 
