@@ -652,7 +652,7 @@ def tells_before_it_erases(patch: Patch) -> None:
 
     def early(store: PageStore, doomed: Any, meant: Any, names: Any, problems: Any) -> int:
         for log in store.stack.erasure_logs.values():
-            publish(log, *names)
+            publish(log, new_entry(*names))
         patch.setattr(ErasureLog, "publish", lambda *_, **__: None)
         return erase(store, doomed, meant, names, problems)
 
