@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from flowkv.core.errors import StoreError
 from flowkv.core.files import MALFORMED, open_regular, replacing, sensible
 from flowkv.core.memory import own_memory
-from flowkv.naming.fingerprint import BLOCK_BYTES, sums_of
+from flowkv.naming.fingerprint import BLOCK_BYTES, bytes_of, sums_of
 from flowkv.tiers.io.engine import (
     ALIGNMENT,
     OPERATION,
@@ -92,6 +92,7 @@ class Layout(NamedTuple):
     """Layout of tensors that are read together into one buffer.
 
     Attributes:
+        tensors: The tensors.
         pieces: File, offset, length and place in the buffer of each read, all aligned.
         read_at: Offset of each tensor in the buffer after the read.
         places: Final offset of each tensor: aligned like torch's own memory, so that libraries of
@@ -100,6 +101,7 @@ class Layout(NamedTuple):
         n_bytes: Bytes that the buffer needs.
     """
 
+    tensors: tuple[StoredTensor, ...]
     pieces: tuple[tuple[int, int, int, int], ...]
     read_at: tuple[int, ...]
     places: tuple[int, ...]
@@ -149,7 +151,7 @@ class Checkpoint:
 
     def layout(self, tensors: Iterable[StoredTensor]) -> Layout:
         """Return the layout of tensors in a buffer: each aligned range of a file is read once."""
-        tensors = list(tensors)
+        tensors = tuple(tensors)
         runs: list[list[int]] = []  # file, start, end
         run_of: dict[StoredTensor, int] = {}
         for t in sorted(tensors, key=lambda t: t[:3]):  # dtypes have no order
@@ -174,17 +176,14 @@ class Checkpoint:
             end = places[i] + tensors[i].n_bytes
         n_bytes = -(-max(at, end) // ALIGNMENT) * ALIGNMENT
         moved = tuple(places[i] for i in range(len(tensors)))
-        return Layout(tuple(pieces), tuple(read_at), moved, at, n_bytes)
+        return Layout(tensors, tuple(pieces), tuple(read_at), moved, at, n_bytes)
 
-    def fill(
-        self, target: NDArray[np.uint8], layout: Layout, tensors: Iterable[StoredTensor]
-    ) -> None:
-        """Read tensors into memory, and verify every byte of them.
+    def fill(self, target: NDArray[np.uint8], layout: Layout) -> None:
+        """Read the tensors of a layout into memory, and verify every byte of them.
 
         Args:
             target: At least `layout.n_bytes`, aligned to 4096; undefined after an error.
             layout: Result of `layout(tensors)`.
-            tensors: The tensors.
 
         Raises:
             StoreError: The file was changed or cannot be read, or a part has another digest.
@@ -194,7 +193,7 @@ class Checkpoint:
             raise StoreError("the checkpoint is closed", "Attach the weights again")
         for number in {piece[0] for piece in layout.pieces}:
             self._files[number].check_unchanged()
-        tensors = list(tensors)
+        tensors = layout.tensors
         self._read(engine, target, layout)
         for t, place in zip(tensors, layout.read_at, strict=True):
             self._files[t.file].verify(t, target[place : place + t.n_bytes])
@@ -248,7 +247,7 @@ class Checkpoint:
                 )
                 layout = self.layout([piece])
                 memory = np.frombuffer(own_memory(layout.n_bytes), np.uint8)
-                self.fill(memory, layout, [piece])
+                self.fill(memory, layout)
                 place = layout.places[0]
                 known += sums_of(torch.from_numpy(memory[place : place + n_bytes]))
             file.learn_sums(tensor, known)
@@ -324,16 +323,14 @@ class _File:
 
     def sums(self, tensor: StoredTensor) -> bytes | None:
         """Return the sums of a tensor's blocks, or None if they are unknown."""
-        first, end = _range_of_sums(tensor)
-        known = bytes(self._sums[first:end])
+        known = bytes(self._sums[_place_of_sums(tensor)])
         unknown = bytes(_DIGEST_BYTES)
         each = (known[i : i + _DIGEST_BYTES] for i in range(0, len(known), _DIGEST_BYTES))
         return None if unknown in each else known
 
     def learn_sums(self, tensor: StoredTensor, sums: bytes) -> None:
         """Record the sums of a tensor's blocks, which were read and verified."""
-        first, end = _range_of_sums(tensor)
-        self._sums[first:end] = sums
+        self._sums[_place_of_sums(tensor)] = sums
         self._fresh = True
 
     def _known(self, n_bytes: int) -> bytearray:
@@ -386,9 +383,9 @@ class _File:
             )
 
 
-def _range_of_sums(tensor: StoredTensor) -> tuple[int, int]:
+def _place_of_sums(tensor: StoredTensor) -> slice:
     first = tensor.first_block * _DIGEST_BYTES
-    return first, first + -(-tensor.n_bytes // BLOCK_BYTES) * _DIGEST_BYTES
+    return slice(first, first + -(-tensor.n_bytes // BLOCK_BYTES) * _DIGEST_BYTES)
 
 
 def _state(status: os.stat_result) -> tuple[int, ...]:
@@ -500,8 +497,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         with replacing(path) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in order:
-                data = tensors[name].detach().cpu().contiguous().view(-1)
-                file.write(data.view(torch.uint8).numpy().data)
+                file.write(bytes_of(tensors[name].detach().cpu()).numpy().data)
     except OSError as error:
         raise StoreError(
             f"{path} cannot be written ({error})", "Make room, or pass disk="

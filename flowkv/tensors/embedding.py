@@ -177,9 +177,10 @@ def _blocks(parts: Iterable[torch.Tensor], said: _Description) -> Iterator[bytes
     """Yield a table's bytes, block by block; the last one is padded with zeros."""
     size, left = said.block_bytes, b""
     for part in parts:
-        for some in _slices(part):
-            data = left + some.tobytes()
-            used = said.block_rows * some.shape[1]
+        row_bytes = part.shape[1] * part.element_size()
+        used = said.block_rows * row_bytes
+        for some in torch.split(part, max(1, _WRITE_BYTES // max(1, row_bytes))):
+            data = left + some.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
             whole = len(data) // used * used
             if used == size:
                 view = memoryview(data)
@@ -189,15 +190,6 @@ def _blocks(parts: Iterable[torch.Tensor], said: _Description) -> Iterator[bytes
             left = data[whole:]
     if left:
         yield left.ljust(size, b"\0")
-
-
-def _slices(part: torch.Tensor) -> Iterator[NDArray[np.uint8]]:
-    """Yield bytes of rows, u8 [some, bytes of a row]."""
-    size = part.shape[1] * part.element_size()
-    step = max(1, _WRITE_BYTES // max(1, size))
-    for first in range(0, len(part), step):
-        some = part[first : first + step].detach().contiguous().cpu()
-        yield some.view(torch.uint8).reshape(len(some), size).numpy()
 
 
 class EmbeddingTable(Closing):

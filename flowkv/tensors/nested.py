@@ -269,10 +269,7 @@ class StoredRow(NamedTuple):
         return [len(head).to_bytes(_SIZE_BYTES, "little"), head, *self.parts]
 
 
-class _Head(msgspec.Struct, array_like=True):
-    form: Any
-    infos: tuple[LeafInfo, ...]
-    made_ns: int
+_HEAD = tuple[Any, tuple[LeafInfo, ...], int]
 
 
 def decode_row(body: memoryview) -> tuple[StoredRow, int]:
@@ -284,8 +281,8 @@ def decode_row(body: memoryview) -> tuple[StoredRow, int]:
     size = int.from_bytes(body[:_SIZE_BYTES], "little")
     at = _SIZE_BYTES + size
     try:
-        head = msgspec.msgpack.decode(body[_SIZE_BYTES:at], type=_Head)
-        sizes = [info.row_bytes for info in head.infos]
+        form, infos, made_ns = msgspec.msgpack.decode(body[_SIZE_BYTES:at], type=_HEAD)
+        sizes = [info.row_bytes for info in infos]
     except (*MALFORMED, TypeError) as error:
         raise ValueError(f"no row: {error}") from error
     if min(sizes, default=0) < 0 or at > len(body):
@@ -295,4 +292,4 @@ def decode_row(body: memoryview) -> tuple[StoredRow, int]:
         for n_bytes in sizes:
             parts.append(body[at : at + n_bytes])
             at += n_bytes
-    return StoredRow(head.form, head.infos, head.made_ns, parts), end
+    return StoredRow(form, infos, made_ns, parts), end

@@ -121,8 +121,7 @@ class _Entry:
     ) -> None:
         self.names, self.parameter, self.stored, self._sums = names, parameter, stored, sums
         self.device = device
-        self.version = self.address = self._turns = self._storage = 0
-        self._layout: Any = None
+        self._turns, self._state = 0, tuple[Any, ...]()
         # A shape that no operation accepts by mistake: `cat` would skip a tensor of shape [0].
         self.empty = torch.empty((0,) * 9, dtype=stored.dtype, device=device)
         self.like = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
@@ -131,18 +130,17 @@ class _Entry:
     def set(self, data: torch.Tensor) -> None:
         self._turns += 1
         self.parameter.data = data
-        self.version, self.address = self.parameter._version, self.parameter.data_ptr()
-        self._layout = data.dtype, data.shape, data.stride()
-        self._storage = self.parameter.untyped_storage()._cdata
+        self._state = self._now()
         self._turns += 1
+
+    def _now(self) -> tuple[Any, ...]:
+        p = self.parameter
+        storage = p.untyped_storage()._cdata  # an empty tensor has no address
+        return p._version, p.data_ptr(), storage, p.dtype, p.shape, p.stride()
 
     @property
     def changed(self) -> bool:
-        p = self.parameter
-        written = p._version != self.version or p.data_ptr() != self.address
-        # An empty one has no address.
-        written = written or p.untyped_storage()._cdata != self._storage
-        return written or (p.dtype, p.shape, p.stride()) != self._layout
+        return self._now() != self._state
 
     def stays(self) -> bool:
         """Return whether its content is still the stored one. From threads that hold no lock."""
@@ -158,7 +156,7 @@ class _Entry:
         data = self.data()
         if data is None or sums_of(bytes_of(data.cpu())) == known:
             return known
-        self.version = -1  # from here on it counts as written to, and is not emptied
+        self._state = ()  # from here on it counts as written to, and is not emptied
         return None
 
     def data(self) -> torch.Tensor | None:
@@ -191,7 +189,6 @@ class _Unit:
         self.entries = entries
         self.layout = checkpoint.layout(e.stored for e in entries)
         self.n_bytes = self.layout.n_bytes
-        self.stored = [e.stored for e in entries]
         self.device = entries[0].device if entries else torch.device("cpu")
         self.resident = self.bound = False
         self.pins, self.uses = 0, 1
@@ -337,14 +334,11 @@ class StreamedWeights:
             entry.set(entry.empty)
 
     def _hook(self, model: nn.Module) -> None:
-        self._hooked = list(self._owned if model in self._owned else (model, *self._owned))
+        self._hooked: list[Any] = [*dict.fromkeys((model, *self._owned))]
         for module in self._hooked:  # wraps the whole call, so that its hooks have the weights
-            module._call_impl = partial(self._call, module)  # type: ignore[method-assign]
-            ways: Any = (
-                module.register_state_dict_pre_hook,
-                module.register_load_state_dict_pre_hook,
-            )
-            self._handles += [way(_refuse_copy) for way in ways]
+            module._call_impl = partial(self._call, module)
+            self._handles.append(module.register_state_dict_pre_hook(_refuse_copy))
+            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_copy))
 
     def _plan(self, order: list[nn.Module]) -> None:
         """Cut modules into units, and decide which units stay."""
@@ -474,12 +468,10 @@ class StreamedWeights:
             order = list(dict.fromkeys(self._calls))
             order += [m for m in self._order if m not in set(order)]
             small = [m for m, us in self._units_of.items() if us == [self._small]]
-            other = [m for m in order if m not in small] != [
-                m for m in self._order if m not in small
-            ]
+            now, before = ([m for m in ms if m not in small] for ms in (order, self._order))
             twice = any(self._met.count(u) > 1 and not u.resident for u in set(self._met))
             self._calls = []
-            if (other or twice) and not any(u.changed for u in self._units):
+            if (now != before or twice) and not any(u.changed for u in self._units):
                 self._drop()
                 self._met = []
                 with contextlib.suppress(ConfigError):  # the first order needs less memory
@@ -600,8 +592,7 @@ class StreamedWeights:
             unit.reading = self._reader.submit(self._link.bring, unit)
         else:
             kept, view = False, buffer.lend()
-            layout, stored = unit.layout, unit.stored
-            unit.reading = self._reader.submit(_fill, self._checkpoint, view, layout, stored)
+            unit.reading = self._reader.submit(_fill, self._checkpoint, view, unit.layout)
         self._counts["reads"] += not kept
         self._counts["read_bytes"] += 0 if kept else unit.layout.read_bytes
         return True
@@ -806,7 +797,7 @@ class _Link:
         if data is None:
             room = self._left >= size and not unit.resident
             data = _pinned(size) if room else self._stage(size)
-            self._checkpoint.fill(data.numpy(), unit.layout, unit.stored)
+            self._checkpoint.fill(data.numpy(), unit.layout)
             if room:
                 self._kept[unit] = data
                 self._left -= size
@@ -874,8 +865,8 @@ class _Devices:
                     module._buffers[name] = buffer.to(device)
 
 
-def _fill(checkpoint: Checkpoint, view: Any, layout: Any, stored: Any) -> torch.Tensor:
-    checkpoint.fill(view, layout, stored)
+def _fill(checkpoint: Checkpoint, view: Any, layout: Any) -> torch.Tensor:
+    checkpoint.fill(view, layout)
     return torch.from_numpy(view)  # holds the view as long as any tensor uses it
 
 
@@ -1014,7 +1005,7 @@ def _fill_buffers(model: nn.Module, checkpoint: Checkpoint) -> None:
                     "Pass the checkpoint of this model, or make buffers on the CPU",
                 )
             layout = checkpoint.layout([stored])
-            base = _fill(checkpoint, _Buffer(own_memory(layout.n_bytes)).lend(), layout, [stored])
+            base = _fill(checkpoint, _Buffer(own_memory(layout.n_bytes)).lend(), layout)
             if buffer.is_meta:
                 module._buffers[name] = buffer = torch.empty_like(buffer, device="cpu")
             buffer.copy_(view_of(base, layout.places[0], stored))

@@ -224,7 +224,7 @@ def _read_one(path: Path, manifests: Path, name: str) -> Checkpoint:
     found = Checkpoint(path, manifests)
     layout = found.layout([found.tensors[name]])
     memory = np.frombuffer(own_memory(layout.n_bytes), np.uint8)
-    found.fill(memory, layout, [found.tensors[name]])
+    found.fill(memory, layout)
     return found
 
 

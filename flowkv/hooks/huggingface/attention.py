@@ -111,7 +111,7 @@ class PagedView(torch.Tensor):
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, PagedView) and value.gathered is None:
                 value.dense()  # a stale view is refused first
-                value.layer.touched()
+                value.layer.placed.in_pages = False
         return _touch(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -30,27 +30,25 @@ from flowkv.hooks.huggingface.versions import (
     native_layer,
     removed,
 )
+from flowkv.naming.fingerprint import version_of
 
 # The layers of a model that can be in pages, from its configuration and one probe.
 
 Kind = Literal["full", "sliding", "chunked", "recurrent", "none"]
-_KINDS: dict[str, tuple[Kind, bool]] = {
-    "full_attention": ("full", False),
-    "sliding_attention": ("sliding", False),
-    "chunked_attention": ("chunked", False),
-    "hybrid": ("full", True),
-    "hybrid_sliding": ("sliding", True),
-    "indexed_attention": ("full", False),
-    "deepseek_sparse_attention": ("full", False),  # in 5.17
-    "minimax_m3_sparse": ("full", False),
-    "compressed_sparse_attention": ("sliding", False),
-    "heavily_compressed_attention": ("sliding", False),
-    "none": ("none", False),
+_KINDS: dict[str, tuple[Kind, dict[str, bool]]] = {
+    "full_attention": ("full", {}),
+    "sliding_attention": ("sliding", {}),
+    "chunked_attention": ("chunked", {}),
+    "hybrid": ("full", {"hybrid": True}),
+    "hybrid_sliding": ("sliding", {"hybrid": True}),
+    "indexed_attention": ("full", {}),
+    "deepseek_sparse_attention": ("full", {}),  # in 5.17
+    "minimax_m3_sparse": ("full", {"by_column": True}),
+    "compressed_sparse_attention": ("sliding", {"by_column": True, "compressed": True}),
+    "heavily_compressed_attention": ("sliding", {"by_column": True, "compressed": True}),
+    "none": ("none", {}),
 }
-_COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
-"""Types of layers that keep what they compress of blocks of columns, beside a window."""
-_BY_COLUMN = "minimax_m3_sparse", *_COMPRESSED
-"""Types of layers that see other tokens in a padded row: they choose blocks of columns."""
+"""Kind and flags of the specs of layer types; those by column choose blocks of columns."""
 BY_COLUMN = "padding changes which tokens its layers attend to"
 _POSITIONS = "indexer_position_ids"
 """Positions `[3, B, S]` of all tokens, which one layer keeps for the indexers of all."""
@@ -116,12 +114,10 @@ def read_layer(name: str, arguments: dict[str, Any]) -> LayerSpec:
     if native is None:
         problem = "have no known cache"
     elif name in _KINDS:
-        kind, hybrid = _KINDS[name]
-        by_column, compressed = name in _BY_COLUMN, name in _COMPRESSED
-        arguments = deepcopy(arguments) if compressed else arguments  # a configuration may change
-        return LayerSpec(
-            kind, native, arguments, hybrid, by_column=by_column, compressed=compressed
-        )
+        kind, more = _KINDS[name]
+        if "compressed" in more:
+            arguments = deepcopy(arguments)  # a configuration may change
+        return LayerSpec(kind, native, arguments, **more)
     elif issubclass(native, LinearAttentionCacheLayerMixin):
         return LayerSpec("recurrent", native, arguments)
     raise UnsupportedModelError(
@@ -347,7 +343,7 @@ class Gathered(NamedTuple):
     @property
     def written(self) -> bool:
         """Return whether torch has counted a write since."""
-        return (_version(self.keys), _version(self.values)) != self.versions
+        return (version_of(self.keys), version_of(self.values)) != self.versions
 
     def last(self, columns: int) -> Gathered:
         """Return the last `columns` columns, in the same memory."""
@@ -395,6 +391,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rows, self.placed, self.spec, self.index = rows, placed, spec, placed.index
         self.window = spec.window if spec.kind == "sliding" else None
         self.shown = spec.window  # window of sliding and chunked layers, as in the native layer
+        self.is_sliding = self.shown is not None
         self.chunked, self.shape = spec.kind == "chunked", placed.shape
         self.columns, self.record_past = 0, False
         self.dtype, self.device = placed.shape[3:]
@@ -407,11 +404,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_initialized = property(
         lambda layer: bool(layer.seen), lambda *_: None, doc="As of a native layer: it has tokens."
     )
-
-    @property
-    def is_sliding(self) -> bool:
-        """Return whether the native layer would keep a window only."""
-        return self.shown is not None
 
     @property
     def seen(self) -> int:
@@ -542,10 +534,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _shown(self, seen: int) -> int:
         return seen if self.shown is None else min(seen, self.shown - 1)
 
-    def touched(self) -> None:
-        """Record that the model computes with K and V itself: later steps pass dense tensors."""
-        self.placed.in_pages = False
-
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of the shown columns as dense tensors, gathered once a step."""
         return (self._gathered or self._hold(self.columns, asked=False))[:2]
@@ -612,7 +600,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _hold(self, columns: int, *, asked: bool) -> Gathered:
         keys, values = self.gather(columns)
         self.rows.taken = True
-        self._gathered = Gathered(keys, values, (_version(keys), _version(values)), asked)
+        self._gathered = Gathered(keys, values, (version_of(keys), version_of(values)), asked)
         return self._gathered
 
     def gather(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -843,10 +831,6 @@ class PagedCompressedLayer(PagedLayer):
             setattr(self, name, getattr(compressor, name))
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have the same bits."""
     if a.shape != b.shape:
@@ -889,13 +873,13 @@ class Recurrent:
 
     def mark(self) -> None:
         """Record the current states as made by the model: later writes count as edits."""
-        self._marks = [(weakref.ref(state), _version(state)) for state in self._tensors()]
+        self._marks = [(weakref.ref(state), version_of(state)) for state in self._tensors()]
 
     def edited(self) -> bool:
         """Return whether a state was replaced, or written to as counted by torch, since `mark`."""
         now = self._tensors()
         return len(now) != len(self._marks) or any(
-            known() is not state or _version(state) != version
+            known() is not state or version_of(state) != version
             for state, (known, version) in zip(now, self._marks, strict=True)
         )
 

@@ -135,10 +135,10 @@ class Calibrator:
             if number % _JUDGED == _JUDGED - 1:
                 continue
             cache = self._prompt_cache(window)
-            gradients = self._gradients(window, cache, generator)
+            gradients = self._gradients(window, cache, sorted(learners), generator)
             for group, learner in learners.items():
                 sides = self._sides(cache, group)
-                learner.add(sides, gradients.get(group), sample=samples < _SAMPLES)
+                learner.add(sides, gradients[group], sample=samples < _SAMPLES)
             samples += 1
         exact = self._exact(judged)
         score, first = partial(self._score, learners, exact), self._first(learners, bound)
@@ -193,9 +193,8 @@ class Calibrator:
         ids = ids[None].to(execution_device(self._model))
         given = {self._names.ids: ids, self._names.cache: cache, "use_cache": True}
         if not self._names.counts:
-            given[self._names.positions] = torch.arange(at, at + ids.shape[1], device=ids.device)[
-                None
-            ]
+            places = torch.arange(at, at + ids.shape[1], device=ids.device)
+            given[self._names.positions] = places[None]
         return self._model(**given).logits[0]  # type: ignore[no-any-return]
 
     def _prompt_cache(self, window: torch.Tensor) -> Any:
@@ -218,11 +217,10 @@ class Calibrator:
         return torch.stack(keys), torch.stack(values)
 
     def _gradients(
-        self, window: torch.Tensor, cache: Any, generator: torch.Generator
+        self, window: torch.Tensor, cache: Any, groups: list[int], generator: torch.Generator
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the gradients of sampled log-probabilities by keys and values, by group."""
         own, leaves = copy.deepcopy(cache), list[torch.Tensor]()
-        groups = sorted(self._kv_groups())
         for group in groups:
             for layer in self._layers(group):
                 one = own.layers[layer]
@@ -235,23 +233,20 @@ class Calibrator:
                 said = functional.log_softmax(logits, -1)
                 drawn = torch.multinomial(said.detach().exp().cpu(), 1, generator=generator)
                 total = said.gather(1, drawn.to(said.device)).sum()
-                found = torch.autograd.grad(total, leaves)
+                found = iter(torch.autograd.grad(total, leaves))
         except RuntimeError as error:
             raise ConfigError(
                 f"the gradients of this {type(self._model).__name__} cannot be computed ({error})",
                 "Leave cold= out: without them no divergence can be kept to",
             ) from None
-        out, at = {}, 0
+        out = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         for group in groups:
-            count = 2 * len(self._layers(group))
-            some = found[at : at + count]
-            at += count
-            out[group] = tuple(torch.stack([g[0].cpu() for g in some[side::2]]) for side in (0, 1))
-        return out  # type: ignore[return-value]
-
-    def _kv_groups(self) -> list[int]:
-        bases = self._kv.bases
-        return list(bases.forms) if bases is not None else []
+            pairs = [
+                [next(found)[0].cpu() for _ in ("keys", "values")] for _ in self._layers(group)
+            ]
+            keys, values = zip(*pairs, strict=True)
+            out[group] = torch.stack(keys), torch.stack(values)
+        return out
 
     def _score(self, learners: dict[int, GroupLearner], exact: list[_Exact], step: float) -> Scores:
         return self._judged({g: one.coder(step, {}) for g, one in learners.items()}, exact)

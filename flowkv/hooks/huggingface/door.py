@@ -28,7 +28,7 @@ from flowkv.core.keys import Salt
 from flowkv.hooks.graphs import SHORT, GraphedForward, StaticStep, recorder_of
 from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
-from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, usual
+from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, is_plain, usual
 from flowkv.hooks.huggingface.packing import PackedCall
 from flowkv.hooks.huggingface.press import Press, Pressing
 from flowkv.hooks.huggingface.probe import Alike, native_cache, odd_type, probe, rows_alike, settle
@@ -165,12 +165,6 @@ class ForwardHook:
             most = SHORT[-1] if "logits_to_keep" in self.names.parameters else 1
             self.graphs = GraphedForward(call, state, self.kv.config, self.kv.graphed, most)
         follow(self.kv, close=self.release, long=self._long_texts)
-
-    @property
-    def _crosses(self) -> bool:
-        """Return whether layers of their own read images, whose keys are not those of tokens."""
-        config = self.model.config.get_text_config(decoder=True)
-        return bool(getattr(config, "cross_attention_layers", None))
 
     @property
     def _capturable(self) -> bool:
@@ -590,7 +584,8 @@ class ForwardHook:
             return call.problem or _PADDING
         if self.plan.by_column and any(pads):
             return BY_COLUMN
-        if call.fillers and self._crosses:
+        config = self.model.config.get_text_config(decoder=True)
+        if call.fillers and getattr(config, "cross_attention_layers", None):
             return "layers of their own read its images"
         if call.fillers and call.hides(pads):
             return "its padding holds images"
@@ -693,7 +688,8 @@ class ForwardHook:
         counted = any(pads) and self.names.positions in self.names.parameters
         if call.positions is None and (counted or not self.plan.from_0):
             return True
-        more = bool(call.fillers) or call.filled
+        filled = np.isin(call.numbers[0], list(self.names.placeholders.values())).any()
+        more = bool(call.fillers) or bool(filled)
         return self.names.encoder or not self.names.counts or more
 
     def _admit(self, call: ForwardCall, pads: list[int], limits: ReuseLimits) -> AdmittedRows:
@@ -791,7 +787,8 @@ class ForwardHook:
 
     def _divides(self, call: ForwardCall) -> bool:
         """Return whether rows and spans of tokens of a call can be computed by themselves."""
-        return (call.plain or self.names.encoder) and self.alike_rows(call.rows) == "alike"
+        plain = all(map(is_plain, call.condition.values()))
+        return (plain or self.names.encoder) and self.alike_rows(call.rows) == "alike"
 
     def _watch(self, cache: PagedCache) -> None:
         """Note the begin of a forward and the state of torch's generators, to find random draws."""

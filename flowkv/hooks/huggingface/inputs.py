@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flowkv.cache.later import Later
 from flowkv.core.keys import Salt
 from flowkv.hooks.huggingface.versions import MODAL_INPUTS, RENAMED, PreTrainedTokenizerBase
-from flowkv.naming.fingerprint import parts_of
+from flowkv.naming.fingerprint import bytes_of, parts_of
 
 # Salts of further inputs that keys and values depend on: encoder outputs, options, token types.
 
@@ -107,8 +107,7 @@ def _feed(state: hashlib._Hash, value: object) -> None:
         state.update(f"tensor {value.dtype} {tuple(value.shape)};".encode())
         for part in parts_of(value):
             state.update(f"{part.dtype} {tuple(part.shape)};".encode())
-            plain = part.resolve_conj().resolve_neg().cpu().contiguous()
-            state.update(plain.view(-1).view(torch.uint8).numpy().data)
+            state.update(bytes_of(part).cpu().numpy().data)
     elif isinstance(value, Mapping):
         state.update(f"map {len(value)};".encode())
         for key in sorted(value, key=str):
@@ -537,16 +536,6 @@ class ForwardCall:
         return self.modal | more
 
     @property
-    def filled(self) -> bool:
-        """Return whether some tokens are placeholders."""
-        return bool(np.isin(self.numbers[0], list(self.names.placeholders.values())).any())
-
-    @property
-    def plain(self) -> bool:
-        """Return whether further inputs are numbers and texts for all tokens of a batch."""
-        return all(map(is_plain, self.condition.values()))
-
-    @property
     def skippable(self) -> bool:
         """Return whether the caller needs no result of the tokens that a prefix cache skips."""
         return (
@@ -778,14 +767,6 @@ def _by_column(value: Any, columns: int) -> bool:
 # tensor, and nothing waits for a copy when the page is full.
 
 
-class Note(NamedTuple):
-    """Ids `[B, T]` and positions `[..., T]` of the columns from `low` on."""
-
-    low: int
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64] | None
-
-
 def read_notes(
     notes: Sequence[tuple[int, Later]],
     pads: NDArray[np.int64],
@@ -804,12 +785,17 @@ def read_notes(
     Returns:
         The first column, ids `[B, n]`, and whether all positions are the usual ones.
     """
-    read = [Note(low, *map(_numbers, later.result()[:2])) for low, later in notes]
+    first = notes[0][0]
+    read = [(low, *map(_numbers, later.result()[:2])) for low, later in notes]
+    ids, places = np.concatenate([some for _, some, _ in read], axis=1), [p for *_, p in read]
+    shapes = {None if p is None else p.shape[:-1] for p in places}
+    fitting = all(p is None or p.shape[-1] == some.shape[1] for _, some, p in read)
+    if len(shapes) == 1 and fitting:  # those of all forwards are looked at together
+        read = [(first, ids, None if None in shapes else np.concatenate(places, axis=-1))]
     ordinary = all(
-        usual(note.low, note.ids.shape[1], note.positions, pads, shifts, by_column=by_column)
-        for note in _join(read)
+        usual(low, some.shape[1], p, pads, shifts, by_column=by_column) for low, some, p in read
     )
-    return notes[0][0], np.concatenate([note.ids for note in read], axis=1), ordinary
+    return first, ids, ordinary
 
 
 def _numbers(tensor: torch.Tensor | None) -> Any:
@@ -818,20 +804,6 @@ def _numbers(tensor: torch.Tensor | None) -> Any:
         return None
     here = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
     return (here.double() if here.is_floating_point() else here).numpy()
-
-
-def _join(notes: list[Note]) -> list[Note]:
-    """Join adjacent notes into one, if their positions have one shape."""
-    positions = [note.positions for note in notes]
-    ids = np.concatenate([note.ids for note in notes], axis=1)
-    given = [p for p in positions if p is not None]
-    if not given:
-        return [Note(notes[0].low, ids, None)]
-    alike = len({p.shape[:-1] for p in given}) == 1
-    fitting = all(p.shape[-1] == note.ids.shape[1] for p, note in zip(given, notes, strict=False))
-    if len(given) < len(notes) or not alike or not fitting:
-        return notes
-    return [Note(notes[0].low, ids, np.concatenate(given, axis=-1))]
 
 
 def usual(

@@ -35,11 +35,7 @@ class PackedLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, placed: PlacedLayer, spec: LayerSpec) -> None:
         super().__init__()
         self.placed, self.window = placed, spec.window if spec.kind == "sliding" else None
-
-    @property
-    def is_sliding(self) -> bool:
-        """Return whether the layer has a sliding window."""
-        return self.window is not None
+        self.is_sliding = self.window is not None
 
     @torch.compiler.disable
     def update(

@@ -33,6 +33,7 @@ from flowkv.hooks.huggingface.probe import execution_device, native_cache, ordin
 from flowkv.hooks.huggingface.rows import closed_on_error, goes_on, replace_all, same_encoding
 from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.naming.computation import code_of
+from flowkv.naming.fingerprint import bytes_of
 from flowkv.naming.identity import drawn
 
 _TRIAL_TOKENS = 256
@@ -389,8 +390,7 @@ def _words(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        content = hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()
+        content = hashlib.sha256(bytes_of(value.detach()).cpu().numpy().tobytes()).hexdigest()
         return ["tensor", str(value.dtype), list(value.shape), content]
     if type(value) in (list, tuple):
         return [type(value).__name__, *map(_words, value)]
