@@ -45,15 +45,11 @@ class Immediate:
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_device: bool) -> None:
         target.copy_(source)
 
-    def scatter(self, pages: torch.Tensor, granules: Sequence[int], memory: torch.Tensor,
-                lines: Sequence[int], n_bytes: int) -> None:  # fmt: skip
-        target = torch.tensor([granules, lines], dtype=torch.int32)
-        scatter_pages(pages, target[0], n_bytes // GRANULE_BYTES, memory, lines=target[1])
-
-    def gather(self, pages: torch.Tensor, granules: Sequence[int], memory: torch.Tensor,
-               lines: Sequence[int], n_bytes: int) -> None:  # fmt: skip
-        source = torch.tensor([granules, lines], dtype=torch.int32)
-        gather_pages(pages, source[0], n_bytes // GRANULE_BYTES, memory, lines=source[1])
+    def move(self, pages: torch.Tensor, granules: Sequence[int], memory: torch.Tensor,
+             lines: Sequence[int], n_bytes: int, *, to_device: bool) -> None:  # fmt: skip
+        places = torch.tensor([granules, lines], dtype=torch.int32)
+        kernel = scatter_pages if to_device else gather_pages
+        kernel(pages, places[0], n_bytes // GRANULE_BYTES, memory, lines=places[1])
 
     def mark(self, *, to_device: bool) -> Immediate:
         return self

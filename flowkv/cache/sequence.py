@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from flowkv.cache.index import Block, Saved, SwappedCopy
 from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, ConfigError
-from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens, within
+from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
 from flowkv.kernels.operands import GPUS, sent
 from flowkv.policy.base import CUT_OFF, NEVER_NS, TOOL_USE, TURN_END, UNKNOWN_STOP, Lease
 from flowkv.policy.pages import Importance
@@ -318,12 +318,6 @@ class Sequence:
             parent = keys[-1] if keys else ROOT
             keys += chain.keys(self._tokens[:known], self.salts, start=len(keys), parent=parent)
         return keys
-
-    def tail_key(self, group: int, page: int, tokens: NDArray[np.uint32]) -> bytes:
-        """Return the chain key of the first tokens of a page."""
-        chain = self.chains[group]
-        salts = within(self.salts, page * chain.page_size, len(tokens))
-        return chain.page(self.parent_key(group, page), tokens, salts)
 
     def parent_key(self, group: int, page: int) -> bytes:
         """Return the chain key of the page before a page; `ROOT` for the first one."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flowkv.cache.index import Block, frame_infos, matching
 from flowkv.cache.sequence import Sequence, Tables
@@ -86,7 +88,7 @@ class Tails:
         Return [] if the block does not continue this prompt, or a group has no page on its device.
         """
         # An equal key proves that the block depends on the same inputs, images for instance.
-        keys = [seq.tail_key(g, page_no, block.tokens) for g in range(len(seq.chains))]  # type: ignore[arg-type]
+        keys = [_key(seq, g, page_no, block.tokens) for g in range(len(seq.chains))]  # type: ignore[arg-type]
         if block.key != keys[0] or block in self.store.tails:
             return [block] if block.key == keys[0] else []
         waiting = self.store.samples.waiting  # unaudited pages are not copied into others
@@ -140,7 +142,7 @@ class Tails:
         found = self.best_match(seq, page_no, end)
         if found is None or found.tokens < count:
             tokens = seq.tokens[page_no * self.page_size : end].copy()
-            key, above = seq.tail_key(0, page_no, tokens), seq.parent_key(0, page_no)
+            key, above = _key(seq, 0, page_no, tokens), seq.parent_key(0, page_no)
             tail = Block(-1, key, above, 0, "tail", fidelity=seq.fidelity, tokens=tokens)
             tail.tenant, tail.namespace = seq.tenant, seq.namespace
             store.tails.keep(tail, pages)
@@ -183,7 +185,7 @@ class Tails:
         store, first = self.store, page_no * self.page_size
         page, layout = int(self.tables.pages[group][seq.row, page_no]), store.forms[group].raw
         tokens, above = seq.tokens[first : first + count].copy(), seq.parent_key(group, page_no)
-        key = seq.tail_key(group, page_no, tokens)
+        key = _key(seq, group, page_no, tokens)
         known = store.index.find(key)
         if page < 0 or page >> CODEC_SHIFT or (known and known.fidelity <= store.stack.fidelity):
             return
@@ -208,8 +210,15 @@ class Tails:
         above = seq.parent_key(0, page_no)
         for count in self.store.index.tails(above, stop - first) if self.store.stack.tiers else ():
             tokens, groups = seq.tokens[first : first + count], range(len(seq.chains))
-            found = [self.store.find(seq.tail_key(g, page_no, tokens)) for g in groups]
+            found = [self.store.find(_key(seq, g, page_no, tokens)) for g in groups]
             blocks = [block for block in found if block is not None and block.tail == count]
             if len(blocks) == len(found):
                 return blocks
         return []
+
+
+def _key(seq: Sequence, group: int, page: int, tokens: NDArray[np.uint32]) -> bytes:
+    """Return the chain key of the first tokens of a page."""
+    chain = seq.chains[group]
+    salts = within(seq.salts, page * chain.page_size, len(tokens))
+    return chain.page(seq.parent_key(group, page), tokens, salts)

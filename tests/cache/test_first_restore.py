@@ -169,7 +169,7 @@ def test_only_a_few_are_kept(tmp_path: Path) -> None:
     gate.model = "mine"
     stack.load(tmp_path, [], gate)
     gate.computed(1, 1.0)
-    assert stack.save(tmp_path, [], gate)
+    stack.save(tmp_path, [], gate)
     found = LoadGate()
     stack.load(tmp_path, [], found)
     assert len(found.earlier.links) == len(found.earlier.computes) == 64

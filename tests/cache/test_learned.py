@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ import xxhash
 from flowkv import KV
 from flowkv.policy import LRU, make_policy
 from tests.cache.toy import make_kv, published, simple
-from tests.inside import ConfigError, PolicyPlace, Warned, stack
+from tests.inside import ConfigError, LoadGate, PolicyPlace, Warned, stack
 
 
 class Learning(LRU):
@@ -97,7 +98,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_said(tmp_path: Path, content: 
     disk_kv(tmp_path / "kv", learned=False).close()
     (tmp_path / "kv" / "learned").write_bytes(content)
     with pytest.raises(ConfigError, match="Delete it"):
-        stack.load(tmp_path / "kv", [])
+        stack.load(tmp_path / "kv", [], LoadGate())
     with disk_kv(tmp_path / "kv") as kv:
         assert models(kv) == [0, 0]
         assert kv.metrics.snapshot()['warnings_total{code="learned"}'] == 1
@@ -108,15 +109,15 @@ def test_a_damaged_or_foreign_file_is_ignored_and_said(tmp_path: Path, content: 
 
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
     file, places = tmp_path / "learned", [PolicyPlace("disk", "disk", Learning())]
-    assert stack.save(tmp_path, places)
+    stack.save(tmp_path, places, LoadGate())
     whole = file.read_bytes()
     for at in range(len(whole)):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         with pytest.raises(ConfigError):
-            stack.load(tmp_path, places)
+            stack.load(tmp_path, places, LoadGate())
         file.write_bytes(whole[:at])
         with pytest.raises(ConfigError):
-            stack.load(tmp_path, places)
+            stack.load(tmp_path, places, LoadGate())
 
 
 def test_a_model_that_does_not_fit_is_ignored_and_said(tmp_path: Path) -> None:
@@ -153,19 +154,22 @@ def test_models_belong_to_a_kind_of_place_and_a_policy(tmp_path: Path) -> None:
         PolicyPlace("a", "disk", first),
         PolicyPlace("b", "disk", second),
     ]
-    stack.save(tmp_path, [*places, PolicyPlace("h", "host", LRU())])
+    stack.save(tmp_path, [*places, PolicyPlace("h", "host", LRU())], LoadGate())
     fresh = [Learning(), Learning()]
     others = [PolicyPlace("z", "disk", fresh[0]), PolicyPlace("y", "host", fresh[1])]
-    assert stack.load(tmp_path, others) == 1
-    assert [policy.model for policy in fresh] == [2, 0]
-    assert stack.load(tmp_path / "nothing", others) == 0
+    for directory in (tmp_path, tmp_path / "nothing"):
+        stack.load(directory, others, LoadGate())
+        assert [policy.model for policy in fresh] == [2, 0]
 
 
 def test_the_learned_model_of_the_catalogue_travels(tmp_path: Path) -> None:
     places = [PolicyPlace("cpu", "gpu", make_policy("hazard"))]
-    assert stack.save(tmp_path, places)
+    stack.save(tmp_path, places, LoadGate())
     assert (tmp_path / "learned").stat().st_size < 200_000
-    assert stack.load(tmp_path, [PolicyPlace("cpu", "gpu", make_policy("hazard"))]) == 1
+    fresh = make_policy("hazard")
+    fresh.load_model = Mock(wraps=fresh.load_model)
+    stack.load(tmp_path, [PolicyPlace("cpu", "gpu", fresh)], LoadGate())
+    fresh.load_model.assert_called_once_with(places[0].policy.save_model())
 
 
 def plant_pipe(file: Path, _elsewhere: Path) -> None:

@@ -647,8 +647,8 @@ class Eager(FakeStreams):
             (None, lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), len(source)))
         )
 
-    def gather(self, pages: torch.Tensor, *move: Any) -> None:
-        super().gather(pages.clone(), *move)
+    def move(self, pages: torch.Tensor, *move: Any, to_device: bool) -> None:
+        super().move(pages if to_device else pages.clone(), *move, to_device=to_device)
 
     def digest(self, pages: torch.Tensor, *move: Any, to_device: bool) -> None:
         super().digest(pages if to_device else pages.clone(), *move, to_device=to_device)
@@ -777,7 +777,7 @@ def test_rows_of_a_failed_launch_do_not_win_over_later_ones(
     order = rows if seed % 2 else rows[::-1]  # of their addresses, too
     first, second = order[:2], order[2:]
     with monkeypatch.context() as patch:
-        for name in ("copy", "scatter"):
+        for name in ("copy", "move"):
             patch.setattr(world.device, name, lambda *_, **__: 1 / 0)
         world.copies.upload((n * granules, row) for n, row in enumerate(first))
         with pytest.raises(ZeroDivisionError):
