@@ -24,6 +24,7 @@ needs_traces = pytest.mark.skipif(
 words = st.lists(st.integers(0, 2), min_size=0, max_size=5)
 requests = st.tuples(st.sampled_from([0, 0, 1, 3, 40]), words, st.integers(-1, 2))
 stories = st.lists(requests, min_size=1, max_size=24)
+long_stories = st.lists(requests, min_size=12, max_size=40)
 
 
 def told(story: list[tuple[int, list[int], int]], **more: object) -> Trace:
@@ -43,6 +44,7 @@ def told(story: list[tuple[int, list[int], int]], **more: object) -> Trace:
 
 
 traces = st.builds(told, stories)
+long_traces = st.builds(told, long_stories)
 
 
 def public(name: str) -> Trace:

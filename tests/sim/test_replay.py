@@ -24,7 +24,16 @@ from tests.inside import (
     pages_of,
     share_of,
 )
-from tests.sim.stories import PUBLIC, fresh, needs_traces, public, run_through, told, traces
+from tests.sim.stories import (
+    PUBLIC,
+    fresh,
+    long_traces,
+    needs_traces,
+    public,
+    run_through,
+    told,
+    traces,
+)
 
 ROW = [
     "policy",
@@ -40,7 +49,7 @@ ROW = [
 
 @pytest.mark.parametrize("name", CATALOGUE)
 @settings(max_examples=15)
-@given(trace=traces, capacity=st.integers(0, 12))
+@given(trace=long_traces, capacity=st.integers(0, 12))
 def test_a_place_is_the_plain_loop(name, trace, capacity):
     """Decision by decision, over dense numbers and over a ledger with ids and a table."""
     plain, dense, listed = (fresh(name, trace) for _ in range(3))
