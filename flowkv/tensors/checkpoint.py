@@ -190,7 +190,9 @@ class Checkpoint:
         """
         engine = self._engine
         if engine is None:
-            raise StoreError("the checkpoint is closed", "Attach the weights again")
+            raise StoreError(
+                "the checkpoint is closed", "Load the model anew, and attach its weights"
+            )
         for number in {piece[0] for piece in layout.pieces}:
             self._files[number].check_unchanged()
         tensors = layout.tensors
@@ -346,7 +348,7 @@ class _File:
         if _state(os.fstat(self.fd)) != self._state:
             raise StoreError(
                 f"{self.path} was changed while its weights are in use",
-                "Attach the weights again: weights that were read before are unchanged",
+                "Load the model anew, and attach its weights: those in memory are unchanged",
             )
 
     def verify(self, tensor: StoredTensor, data: NDArray[np.uint8]) -> None:

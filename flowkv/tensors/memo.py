@@ -30,6 +30,7 @@ import xxhash
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StateError, StoreError, UnsupportedModelError
+from flowkv.core.files import renew_in_children
 from flowkv.core.interrupts import cover
 from flowkv.core.keys import tenant_salt
 from flowkv.kernels.operands import GPUS
@@ -186,6 +187,7 @@ class Memo(Closing):
         self._clock, self._secret, self._mine = clock or _WallClock(), secret, False
         self._part = self._part_of(tenant)
         self._lock, self._counts = threading.RLock(), Counter[str]()
+        renew_in_children(self, self._lock)
         self._declined = Counter[str]()
         self._root = _root(function)
         called = getattr(function, "forward", function)
@@ -253,7 +255,7 @@ class Memo(Closing):
 
     def flush(self) -> bool:
         """Wait, at most ten seconds, until all rows are in the tiers; return whether they are."""
-        return self._rows.flush()
+        return os.getpid() == self._pid and self._rows.flush()
 
     def forget(self, *args: Any, **kwargs: Any) -> int:
         """Erase the rows of these inputs, or without inputs all rows of this tenant.
@@ -266,8 +268,12 @@ class Memo(Closing):
 
         Raises:
             StateError: With inputs: rows cannot be named now, for instance as the module trains.
+                In a forked process: the rows are its parent's.
             StoreError: Some rows may still be stored; the message has the tier and the reason.
         """
+        if os.getpid() != self._pid:
+            problem = "the memo was opened by the parent process"
+            raise StateError(problem, "Forget there, or make another memo in this process")
         with self._lock:
             self._forgets += 1
         try:
