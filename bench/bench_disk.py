@@ -48,7 +48,7 @@ from bench.disk_rivals import Blocks, FilePerBlock, RocksDB
 from bench.figures import LAYOUT, finish, page_info
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.journal import Held, WrittenFrame
+from flowkv.tiers.disk.journal import STORED, Held, Record
 from flowkv.tiers.disk.store import DiskStore
 from flowkv.tiers.io.engine import Arena
 
@@ -243,7 +243,7 @@ def recovery(directory: Path, rounds: int) -> list[tuple[float, float]]:
             assert seq is not None
             slot, _ = store.new_slot(4096, 4096 + body_bytes)
             held = Held(seq, slot, STRIPES, info._replace(parent=key), 4096 + body_bytes)
-            batch.append(WrittenFrame(key, held))
+            batch.append(Record(STORED, key, held))
         store.commit(batch, batch.copy)
     store.close()
     seconds = []
