@@ -63,6 +63,15 @@ def test_misuse_shows_usage(words: list[str], capsys: pytest.CaptureFixture[str]
     assert "flowkv: " in said
 
 
+def test_a_closed_output_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as `>&-` leaves it
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert "no readable store" in capsys.readouterr().err
+    sys.stdout.close()
+
+
 def test_misuse_in_a_script_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no count" in as_json(capsys, "demo", "--rows", "0", status=2)["error"]
 

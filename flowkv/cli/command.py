@@ -41,6 +41,7 @@ def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json, debug = "--json" in words, "--debug" in words
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - closed, as by `>&-`
     if arguments is None:
         signal.signal(signal.SIGTERM, _terminated)
     try:

@@ -229,12 +229,10 @@ def _check(config: Any, own: Any, vocabulary: int, rows: int) -> None:
                 name = name.replace("sequence", "logit_bias or sequence")
                 remedy = f"Use tokens from 0 on, below {vocabulary}"
                 raise errors.ConfigError(f"{name} has token {token}", remedy)
-    for value in (config.sequence_bias or {}).values():
-        if not abs(value) <= 1e6:
-            raise errors.ConfigError(f"a bias of {value}", "Use numbers from -1e6 to 1e6")
+    if not all(abs(value) <= 1e6 for value in (config.sequence_bias or {}).values()):
+        raise errors.ConfigError("a bias is out of range", "Use numbers from -1e6 to 1e6")
     if config.do_sample and not 1e-6 <= (config.temperature or 1) <= 1e6:
-        remedy = "Use a number from 1e-6 to 1e6"
-        raise errors.ConfigError(f"temperature={config.temperature}", remedy)
+        raise errors.ConfigError(f"temperature={config.temperature}", "Use 1e-6 to 1e6")
     if config.exponential_decay_length_penalty and config.eos_token_id is own.eos_token_id is None:
         raise errors.ConfigError("a length penalty without an end token", "Give eos_token_id")
     if not 1 <= (made := (config.num_beams or 1) * (config.num_return_sequences or 1)) <= rows:
