@@ -63,16 +63,13 @@ def drop_in_children(owner: _T, drop: Callable[[_T], object]) -> None:
     _locking[owner] = drop
 
 
-def renew_in_children(owner: object, lock: Any) -> None:
+def renew_lock(owner: object, lock: Any) -> None:
     """Free an owner's lock in forked children, unless the thread that forked holds it.
 
     Any other holder is a thread that does not exist there, so that a child would wait for ever.
     """
-    drop_in_children(owner, lambda _: _is_mine(lock) or lock._at_fork_reinit())
-
-
-def _is_mine(lock: Any) -> bool:
-    return hasattr(lock, "_is_owned") and lock._is_owned()
+    mine = getattr(lock, "_is_owned", bool)
+    drop_in_children(owner, lambda _: mine() or lock._at_fork_reinit())
 
 
 def _drop_all() -> None:

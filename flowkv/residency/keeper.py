@@ -26,7 +26,7 @@ from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StateError, StoreError
-from flowkv.core.files import renew_in_children
+from flowkv.core.files import renew_lock
 from flowkv.core.keys import tenant_salt
 from flowkv.core.reaper import REAPER, begin
 from flowkv.observe.events import Bus, Closing, Evicted, Failed, Forgotten, Quarantined, Stored
@@ -214,7 +214,7 @@ class Keeper(Closing):
         self.counts: Counter[str] = Counter()
         self.on_evicted: Callable[[list[bytes]], object] = lambda keys: None
         self._clock, self._lock = clock or SystemClock(), threading.RLock()
-        renew_in_children(self, self._lock)
+        renew_lock(self, self._lock)
         self._tenants = {salt: number for number, salt in enumerate(tenants)}
         self._open, self._refill_bytes, self._news, self.gate = True, 0, 0, LoadGate()
         self.gate.rates = rates if rates is not None else {}

@@ -190,9 +190,7 @@ class Checkpoint:
         """
         engine = self._engine
         if engine is None:
-            raise StoreError(
-                "the checkpoint is closed", "Load the model anew, and attach its weights"
-            )
+            raise StoreError("the checkpoint is closed", "Load the model anew, and attach it")
         for number in {piece[0] for piece in layout.pieces}:
             self._files[number].check_unchanged()
         tensors = layout.tensors

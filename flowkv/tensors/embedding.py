@@ -40,14 +40,7 @@ from numpy.typing import NDArray
 
 from flowkv.core.config import format_size, parse_size
 from flowkv.core.errors import ConfigError, StateError, StoreError
-from flowkv.core.files import (
-    MALFORMED,
-    lock_byte,
-    open_regular,
-    remove_left,
-    renew_in_children,
-    replacing,
-)
+from flowkv.core.files import MALFORMED, lock_byte, open_regular, remove_left, renew_lock, replacing
 from flowkv.core.interrupts import cover, unbroken
 from flowkv.observe.events import Bus, Closing, RowsRead
 from flowkv.policy import make_policy
@@ -252,7 +245,7 @@ class EmbeddingTable(Closing):
         self._space = self._ledger.namespace(b"rows")
         self._at = np.full(1024, -1, np.int64)  # ledger's slot -> row of the pool
         self._lock = threading.Lock()
-        renew_in_children(self, self._lock)
+        renew_lock(self, self._lock)
         self._counts = Counter(lookups=0, rows=0, hits=0, blocks=0, read_bytes=0)
         self._blocked_s, self._open, self._pid = 0.0, True, os.getpid()
         path = self._folder / said.table

@@ -30,7 +30,7 @@ import xxhash
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config
 from flowkv.core.errors import ConfigError, StateError, StoreError, UnsupportedModelError
-from flowkv.core.files import renew_in_children
+from flowkv.core.files import renew_lock
 from flowkv.core.interrupts import cover
 from flowkv.core.keys import tenant_salt
 from flowkv.kernels.operands import GPUS
@@ -187,7 +187,7 @@ class Memo(Closing):
         self._clock, self._secret, self._mine = clock or _WallClock(), secret, False
         self._part = self._part_of(tenant)
         self._lock, self._counts = threading.RLock(), Counter[str]()
-        renew_in_children(self, self._lock)
+        renew_lock(self, self._lock)
         self._declined = Counter[str]()
         self._root = _root(function)
         called = getattr(function, "forward", function)

@@ -31,7 +31,7 @@ from torch import nn
 
 from flowkv.core.config import cache_home, format_size, parse_place, parse_size
 from flowkv.core.errors import CapacityError, ConfigError, StateError, StoreError
-from flowkv.core.files import remove_left, renew_in_children
+from flowkv.core.files import remove_left, renew_lock
 from flowkv.core.interrupts import cover, unbroken
 from flowkv.core.memory import own_memory
 from flowkv.naming.fingerprint import UnnamedError, bytes_of, sums_of
@@ -280,7 +280,7 @@ class StreamedWeights:
         budget, device, host, disk = places
         self.bus = Bus() if bus is None else bus
         self._lock, self._pid = threading.RLock(), os.getpid()
-        renew_in_children(self, self._lock)
+        renew_lock(self, self._lock)
         self._model, self._handles = model, list[Any]()
         self._counts = dict.fromkeys(("met", "hits", "reads", "read_bytes", "changed_bytes"), 0)
         self._blocked_s, self._state = 0.0, "attached"
@@ -418,8 +418,7 @@ class StreamedWeights:
 
     def _before(self, module: nn.Module) -> None:
         if self._state != "attached":
-            problem = "the weights of this model are closed"
-            raise StateError(problem, "Load the model anew, and attach its weights")
+            raise StateError("the weights are closed", "Load the model anew, and attach it")
         if not self._stack:
             cover()
             self._refuse_half()

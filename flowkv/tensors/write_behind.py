@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from flowkv.core.files import renew_in_children
+from flowkv.core.files import renew_lock
 from flowkv.core.interrupts import unbroken
 from flowkv.core.reaper import begin
 from flowkv.residency.keeper import Caller, Keeper
@@ -43,7 +43,7 @@ class WriteBehind:
         self._waiting: deque[tuple[bytes, FrameInfo]] = deque()
         self._fresh: dict[bytes, StoredRow] = {}
         self._changed = threading.Condition()
-        renew_in_children(self, self._changed)
+        renew_lock(self, self._changed)
         self._hurried = self._closing = False
         self._next_s = 0.0  # time at which weights may be read again
         self._thread: threading.Thread | None = None
