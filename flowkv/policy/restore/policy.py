@@ -459,17 +459,14 @@ def best_split(
     if low >= cap:
         return Split(low, nothing)
     computed_s, loaded_s = both(cap)
-    if computed_s <= loaded_s:
-        return (
-            Split(cap, computed_s) if max(computed_s, loaded_s) < nothing else Split(low, nothing)
-        )
-    # Regula falsi (Illinois) on whole pages, until two neighbours hold the crossing.
-    high, over, under = cap, computed_s - loaded_s, both(low)
-    short = under[0] - under[1]
     best = Split(low, nothing)
     if max(computed_s, loaded_s) < nothing:
         best = Split(cap, max(computed_s, loaded_s))
-    side = 0
+    if computed_s <= loaded_s:
+        return best
+    # Regula falsi (Illinois) on whole pages, until two neighbours hold the crossing.
+    high, over, under = cap, computed_s - loaded_s, both(low)
+    short, side = under[0] - under[1], 0
     while short < 0 and high - low > unit:
         guess = low + round((high - low) * short / (short - over))
         guess = guess // unit * unit

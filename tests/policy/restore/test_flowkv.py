@@ -224,25 +224,28 @@ def test_sizes_must_be_positive(wrong: dict[str, float]) -> None:
 
 @given(
     tokens=st.integers(1, 4000),
+    most=st.integers(1, 4000),
     gbps=st.floats(1, 200),
     suffix=st.sampled_from((0, 64, 512)),
     unit=st.sampled_from((16, 64)),
 )
-def test_the_split_is_the_best_of_all(tokens: int, gbps: float, suffix: int, unit: int) -> None:
-    truth = costs(gbps)
+def test_the_split_is_the_best_of_all(
+    tokens: int, most: int, gbps: float, suffix: int, unit: int
+) -> None:
+    truth, cap = costs(gbps), min(tokens, most)
     request = RestoreRequest(
         number=0, tokens=tokens, suffix=suffix, layers=32, unit=unit,
         sources=(Source("link", "raw", 4096.0),),
     )  # fmt: skip
     cell_s = truth.load_s(request, 0, 1)
     suffix_s = truth.suffix_s(request) if suffix else 0.0
-    split = best_split(Progress(request), 0, tokens, truth, Prices(cell_s, suffix_s))
+    split = best_split(Progress(request), 0, cap, truth, Prices(cell_s, suffix_s))
 
     def finish_s(goal: int) -> float:
         computed_s = truth.compute_s(request, 32, Span(0, goal)) + suffix_s
         return max(computed_s, 32 * (tokens - goal) * cell_s + suffix_s / 32)
 
-    goals = [*range(0, tokens, unit), tokens]
+    goals = [*range(0, cap, unit), cap]
     assert split.finish_s == pytest.approx(min(map(finish_s, goals)))
     assert split.finish_s == pytest.approx(finish_s(split.goal))
     assert split.goal in goals
