@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -109,16 +109,16 @@ class PolicyContext:
             )
 
 
-def chains(blocks: Sequence[Block]) -> list[list[Block]]:
+def chains(blocks: Iterable[Block]) -> list[list[Block]]:
     """Return blocks as parts of chains, root to leaf, each behind the part that it continues."""
-    below, known = dict[bytes, list[Block]](), {block.key for block in blocks}
-    for block in reversed(blocks):
-        below.setdefault(block.parent if block.parent in known else ROOT, []).append(block)
-    left, found = below.pop(ROOT, []), list[list[Block]]()
-    while left:
-        block = left.pop()
-        if not found or block.parent != found[-1][-1].key or not block.depth % _ALIKE:
-            found.append([])
-        found[-1].append(block)
-        left += below.get(block.key, ())
+    left, found = {block.key: block for block in blocks}, list[list[Block]]()
+    for key in [*left]:
+        part = list[Block]()
+        while (block := left.pop(key, None)) is not None:
+            part.append(block)
+            key = block.parent
+        for block in reversed(part):
+            if not found or block.parent != found[-1][-1].key or not block.depth % _ALIKE:
+                found.append([])
+            found[-1].append(block)
     return found

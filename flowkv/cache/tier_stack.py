@@ -391,7 +391,7 @@ class TierStack:
     def make_room(self, number: int, need: int) -> bool:
         """Evict from a tier until a store of so many bytes fits; return whether it does."""
         tier, place, lane = self.tiers[number], self.places[number], self.mover.lanes[number]
-        while tier.used_bytes() + lane.incoming_bytes + need > tier.capacity_bytes:
+        while (over := tier.used_bytes() + lane.incoming_bytes + need - tier.capacity_bytes) > 0:
             if need > tier.capacity_bytes:
                 return False
             if self.mover.collect():
@@ -400,9 +400,12 @@ class TierStack:
                 place.remove(stranger)
                 self._evict_all([stranger], number, "unused")
                 continue
-            victims = place.evict(self.context.now_ns(), 1)
-            if victims is not None:
-                self._evict_all([self.index.at(int(victims[0]))], number, "space")
+            victims, left = list[Block](), over
+            while left > 0 and (slots := place.evict(self.context.now_ns(), 1)) is not None:
+                victims.append(self.index.at(int(slots[0])))
+                left -= tier.frame_bytes(self._takes(victims[-1], number))
+            if victims:
+                self._evict_all(victims, number, "space")
             elif not self.listing.adopt(number):
                 return False
         return True
@@ -495,42 +498,54 @@ class TierStack:
     def _evict_all(self, victims: Sequence[Block], number: int, reason: str) -> None:
         """Evict blocks that left a tier's policy; after an error, those that stay return to it."""
         try:
+            if reason not in ("lease", "unused"):
+                self._pass_on(victims, number)
             for block in victims:
-                self._evict(block, number, reason)
+                taken = self._takes(block, number)
+                self.tiers[number].delete([block.key])
+                block.tiers &= ~(1 << number)
+                name = self.tiers[number].name
+                self.bus.emit(Evicted(tier=name, pages=1, n_bytes=taken, reason=reason))
+                self.settle(block)
         finally:
             self.insert([block for block in victims if block.tiers >> number & 1], number)
 
-    def _evict(self, block: Block, number: int, reason: str) -> None:
-        name, n_bytes = self.tiers[number].name, self.copies.body_bytes(block, number)
-        left = (block.page < 0 or block.ahead) and not block.tiers >> (number + 1)
-        if reason not in ("lease", "unused") and left:
-            last = block.tiers | block.going == 1 << number and block not in self.leaving
-            lower = next(iter(self.takers([block], number + 1, leaves=[block] * last)), -1)
-            lane = self.mover.lanes[lower]
-            if lower >= 0 and (copied := self.copy(block, number, lower)):
-                self.demoted(name, lower, copied)
-            elif last and lower >= 0 and not (block in self.unwritten or lane.takes(n_bytes)):
-                self.miss_out(lower)
-        taken = self._takes(block, number)
-        self.tiers[number].delete([block.key])
-        block.tiers &= ~(1 << number)
-        self.bus.emit(Evicted(tier=name, pages=1, n_bytes=taken, reason=reason))
-        self.settle(block)
+    def _pass_on(self, victims: Sequence[Block], number: int) -> None:
+        """Start copying a tier's victims to the tiers below it, equal forms together."""
+        left = [b for b in victims if (b.page < 0 or b.ahead) and not b.tiers >> (number + 1)]
+        last = {b for b in left if b.tiers | b.going == 1 << number} - self.leaving
+        for lower, blocks in self.takers(left, number + 1, leaves=last).items():
+            sizes = {block: self.copies.body_bytes(block, number) for block in blocks}
+            copied, lane = self.copy(blocks, number, lower), self.mover.lanes[lower]
+            if copied:
+                self.demoted(self.tiers[number].name, lower, sum(copied.values()), len(copied))
+            for block in blocks:
+                late = block in last and not (block in copied or block in self.unwritten)
+                if late and not lane.takes(sizes[block]):
+                    self.miss_out(lower)
 
     def take_back(self, block: Block, number: int) -> None:
         """Delete a tier's copy of a block that lies on its device too."""
         self.places[number].remove(block)
-        self._evict(block, number, "space")
+        self._evict_all([block], number, "space")
 
-    def copy(self, block: Block, source: int, target: int) -> int:
-        """Start copying a block from one tier to another; return its bytes, 0 if that fails.
+    def copy(self, blocks: Iterable[Block], source: int, target: int) -> dict[Block, int]:
+        """Start copying blocks from one tier to another; return the bytes of those on their way.
 
-        Another tier takes it unread out of host memory, unless it is to encode it.
+        Another tier takes them unread out of host memory, unless it is to encode them.
         """
         tier, encodes = self.tiers[source], isinstance(self.tiers[target], CodecTier)
-        found = tier.as_store(block.key) if isinstance(tier, HostTier) and not encodes else None
-        frame = found[1:] if found else self.load(block, source)
-        return len(frame[1]) if frame and not self.store([(block, *frame)], target) else 0
+        alike, copied = dict[tuple[int, int], list[Frame]](), dict[Block, int]()
+        for block in blocks:
+            found = tier.as_store(block.key) if isinstance(tier, HostTier) and not encodes else None
+            frame = found[1:] if found else self.load(block, source)
+            if frame:
+                alike.setdefault((frame[0].codec, len(frame[1])), []).append((block, *frame))
+        for (_, n_bytes), frames in alike.items():
+            copied |= dict.fromkeys((block for block, *_ in frames), n_bytes)
+            for block in self.store(frames, target):
+                del copied[block]
+        return copied
 
     def takers(
         self, blocks: Iterable[Block], first: int = 0, *, leaves: Collection[Block] = ()

@@ -148,7 +148,7 @@ class WriteBack:
     def _bring(self, block: Block, number: int) -> bool:
         """Copy a block that waited from memory to its tier; return whether the tier takes it."""
         near = self._stack.tiers[block.nearest].kind == "host"  # others take too long for a request
-        return near and bool(self._stack.copy(block, block.nearest, number))
+        return near and bool(self._stack.copy([block], block.nearest, number))
 
     def put_below(self, blocks: Sequence[Block], serves: Callable[[int], bool]) -> list[Block]:
         """Write pages to the nearest tiers that take them, and wait for the answers.

@@ -182,6 +182,11 @@ class Plan(NamedTuple):
     moves: Sequence[Move]
 
 
+def _computed(sources: NDArray[np.int8]) -> NDArray[np.bool_]:
+    """Return which blocks behind a request's hits it computes: those in slower places as well."""
+    return (sources != 0) & (sources != at.IN_FLIGHT)
+
+
 UNNAMED = 1 << 61  # first number of requests that have none
 MASK = (1 << 64) - 1
 
@@ -543,7 +548,7 @@ class Ledger:
         terms = self._terms_of(meta, namespace)
         chain, sources, hits = self._follow(now, request, namespace, ids, meta, terms.tenant)
         n = self._land(now, 0, chain, terms)
-        self._write(now, chain[sources == at.NOWHERE])
+        self._write(now, chain[hits:][_computed(sources[hits:])])
         for shelf in self._shelves:
             shelf.policy.complete(now, request, stop=stop, output_tokens=output_tokens)
         declined = self._overflow(now, n)
@@ -575,7 +580,7 @@ class Ledger:
         self._pin(chain)
         free_bytes = self._shelves[0].capacity - int(self._state[at.PINNED])
         kept = int(at.fitting(self._blocks, chain, 0, terms.n_bytes, free_bytes))
-        self._live[request] = chain, chain[:kept][sources[:kept] == at.NOWHERE]
+        self._live[request] = chain, chain[hits:kept][_computed(sources[hits:kept])]
         for part in (chain[: min(hits, kept)], chain[hits:kept]):  # the loaded ones come first
             new = self._blocks[self._lacking(self._shelves[0], part)]
             need = np.where(new["here"] > 0, new["bytes"], terms.n_bytes).sum()
@@ -692,11 +697,10 @@ class Ledger:
         chain, sources = self._rows[0, :n], self._sources[:n]
         where, births = (self._spaces[namespace], meta.chained), int(self._state[at.BIRTHS])
         hits = int(at.follow(*self._index, ids, where, chain, sources))
-        visit, known = Visit(request, meta.session, meta.tokens, n, tenant), chain
+        visit = Visit(request, meta.session, meta.tokens, n, tenant)
+        known = chain[self._blocks["birth"][chain] <= births]
         for shelf in self._shelves:
             shelf.policy.access(now, known, visit)
-            if shelf.number == 0 and not self._alone:  # slower places know what came before
-                known = chain[self._blocks["birth"][chain] <= births]
         if self._admission is not None:
             self._admission.access(chain)
         return chain, sources, hits

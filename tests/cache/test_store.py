@@ -73,7 +73,7 @@ def test_pages_go_down_the_stack_and_come_back_whole() -> None:
     for prompt in (P, Q, R):
         published(kv, prompt)
     assert residency(kv, P)["far"] >= 16
-    assert kv.stats()["events"]['demotions_total{source="near",tier="far"}'] >= 2
+    assert kv.stats()["events"]['demoted_pages_total{source="near",tier="far"}'] >= 2
     for prompt in (P, Q, R, P):
         assert reused(kv, prompt) == 24
 

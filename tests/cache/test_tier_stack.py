@@ -73,8 +73,7 @@ def test_what_waits_is_lost_once_memory_gives_it_up_and_not_when_it_is_forgotten
     store = kv.planner.store
     store.writes.drain()
     *_, last = blocks(kv)
-    store.stack.places[HOST].remove(last)
-    store.stack._evict(last, HOST, "space")
+    store.stack.take_back(last, HOST)
     assert (
         store.stack.lost == 1 == store.stack.mover.lanes[-1].dropped and store.writes.unsaved == 2
     )
@@ -151,8 +150,7 @@ def test_what_waits_is_lost_once_if_its_store_fails_for_good() -> None:
                 store.writes.drain()
             clock.advance(s=61.0)
             for block in blocks(kv) if tiers else ():
-                store.stack.places[HOST].remove(block)
-                store.stack._evict(block, HOST, "space")
+                store.stack.take_back(block, HOST)
             evict_and_settle(kv)
             store.stack.mover.drain()
             disk.work("failed")
@@ -289,8 +287,7 @@ def test_a_page_that_leaves_while_its_tier_rests_is_dropped_and_counted_once(nea
     kv.planner.store.writes.drain()
     assert bool(stack.lost) is not near and len(blocks(kv)) == 3 * near
     for block in blocks(kv):
-        stack.places[HOST].remove(block)
-        stack._evict(block, HOST, "space")
+        stack.take_back(block, HOST)
     assert stack.lost == 3 == kv.stats()["tiers"]["lasting"]["dropped"]
     assert kv.flush(1.0) is False and kv.flush(1.0) and not blocks(kv)
     published(kv, P)
@@ -298,8 +295,7 @@ def test_a_page_that_leaves_while_its_tier_rests_is_dropped_and_counted_once(nea
     evict_and_settle(kv)
     for block in blocks(kv) if near else ():
         kv.planner.store.writes.drain()
-        stack.places[HOST].remove(block)
-        stack._evict(block, HOST, "space")
+        stack.take_back(block, HOST)
     assert kv.flush(5.0) and len(disk.frames) == 3 and stack.lost == 3
 
 

@@ -212,8 +212,7 @@ def test_what_leaves_memory_for_a_tier_that_is_busy_is_counted() -> None:
     with kv.lock:
         store.stack.mover.drain()
         store.stack.mover.lanes[1].takes = lambda *_: False
-        store.stack.places[0].remove(blocks[-1])
-        store.stack._evict(blocks[-1], 0, "space")
+        store.stack.take_back(blocks[-1], 0)
     assert blocks[-1].gone and kv.stats()["tiers"]["lasting"]["dropped"] == 1
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.policy import make_policy
-from flowkv.residency import Ledger
+from flowkv.policy import Policy, make_policy
 from flowkv.sim import Trace, build_trace, generate, replay
 from flowkv.testing import MemoryTier
 from tests.cache.fakes import lasting
@@ -32,11 +34,13 @@ from tests.inside import (
     wide,
 )
 from tests.inside import hardware_CODECS as CODECS
+from tests.policy.call_log import CallLog
 from tests.sim.stories import chains, run_through, told, traces
 
 S, PAGE_BYTES = 10**9, 4096
 Found = list[list[int]]
 Content = list[set[int]]
+Calls = list[list[Any]]
 
 
 @settings(max_examples=15)
@@ -222,11 +226,39 @@ def talks(seed: int, requests: int) -> Trace:
     )  # fmt: skip
 
 
+def story_of(log: CallLog, blocks: dict[int, int]) -> Calls:
+    """Calls that change a policy, about blocks, and tenants and sessions in order of first use.
+
+    Evictions that follow each other are one: tiers make room page by page.
+    """
+    numbers, calls, start_ns = dict[Any, int](), Calls(), log.calls[0].arguments[0]
+    for name, arguments, options, answer in log.calls:
+        if name == "evict":
+            if calls[-1][0] != name:
+                calls.append([name, []])
+            calls[-1][1] += [blocks[slot] for slot in answer or ()]
+        elif name == "complete":
+            calls.append([name, *arguments[1:], *map(int, options.values())])
+        elif name == "remove" and arguments[0]:
+            calls.append([name, [blocks[slot] for slot in arguments[0]]])
+        elif name == "access" or (name == "insert" and arguments[1]):
+            now_ns, slots, more = arguments
+            if name == "access":
+                request, session, *sizes, tenant = more
+                said = [request, numbers.setdefault(("session", session), len(numbers)), *sizes]
+            else:
+                tenant, said = options["tenant"], [[blocks.get(slot, -1) for slot in more]]
+                said += [options["cost_ns"], options["lease"]]
+            said.append(numbers.setdefault(("tenant", tenant), len(numbers)))
+            calls.append([name, now_ns - start_ns, [blocks[slot] for slot in slots], *said])
+    return calls
+
+
 def live(
     trace: Trace, policy: str, rooms: list[int], lasts: list[bool], admit: str
-) -> tuple[Found, Content]:
-    """Blocks that each request of a cache reads from each place, and the content at the end."""
-    clock, found, names = ManualClock(), Found(), dict[bytes, int]()
+) -> tuple[Found, Content, list[Calls]]:
+    """Blocks that each request reads from each place, the content at the end, and all calls."""
+    clock, found, names, logs = ManualClock(), Found(), dict[bytes, int](), list[CallLog]()
     tiers = [
         lasting(capacity_bytes=room * PAGE_BYTES, name=str(k))
         if lasts[k]
@@ -234,10 +266,14 @@ def live(
         for k, room in enumerate(rooms)
         if k
     ]
+
+    def make() -> Policy:
+        logs.append(CallLog(make_policy(policy)))
+        return logs[-1]
+
     kv = make_kv(
-        simple(), pages=rooms[0], policy=lambda: make_policy(policy), clock=clock, tiers=tiers,
-        prefetch="off", admit=admit,
-    )  # fmt: skip
+        simple(), pages=rooms[0], policy=make, clock=clock, tiers=tiers, prefetch="off", admit=admit
+    )
     store = kv.planner.store
     assert store.pools["cpu"].capacity_granules == rooms[0]
 
@@ -260,35 +296,26 @@ def live(
                 pass
     here = [{names[b.key] for b in store.index if b.page >= 0}]
     here += [{names[b.key] for b in store.index if b.tiers >> k & 1} for k in range(len(tiers))]
+    blocks = dict(zip(store.index.slots(names), names.values(), strict=True))
+    calls = [story_of(log, blocks) for log in logs]
     kv.close()
-    return found, here
-
-
-class OneByOne(Ledger):
-    """Tiers pass on one page at a time; while no time passes, that decides between equals."""
-
-    def _give_up(self, now, k, victims):
-        for some in victims[:, None] if k else [victims]:
-            super()._give_up(now, k, some)
+    return found, here, calls
 
 
 def simulated(
     trace: Trace, policy: str, rooms: list[int], lasts: list[bool], admit: str
-) -> tuple[Found, Content]:
+) -> tuple[Found, Content, list[Calls]]:
     """The same of the simulator."""
     rule = None if admit == "all" else WriteAdmission(admit)
-    stack = PlaceStack(trace, [make_policy(policy) for _ in rooms], rooms, lasts, rule, held=True)
-    stack.ledger.__class__ = OneByOne
+    logs = [CallLog(make_policy(policy)) for _ in rooms]
+    stack = PlaceStack(trace, logs, rooms, lasts, rule, held=True)
     stack.replay()
     known = stack.ledger._blocks[: trace.unique]
-    block_of = dict(
-        zip(wide(np.arange(trace.unique))[:, 0].tolist(), range(trace.unique), strict=True)
-    )
-    here = [
-        {block_of[lo] for lo in known["lo"][known["here"] >> k & 1 == 1].tolist()}
-        for k in range(len(rooms))
-    ]
-    return stack.found.tolist(), here
+    block_of = {lo: block for block, lo in enumerate(wide(np.arange(trace.unique))[:, 0].tolist())}
+    blocks = {slot: block_of[lo] for slot, lo in enumerate(known["lo"].tolist())}
+    places = [np.flatnonzero(known["here"] >> k & 1).tolist() for k in range(len(rooms))]
+    here = [{blocks[slot] for slot in some} for some in places]
+    return stack.found.tolist(), here, [story_of(log, blocks) for log in logs]
 
 
 @pytest.mark.parametrize(
@@ -298,10 +325,11 @@ def simulated(
         ("lru", [False, True], "all"),
         ("lfu-ttl", [False, True], "auto"),
         ("hazard", [False], "all"),
+        ("lru", [False, True, True], "all"),
         *(
             pytest.param(policy, lasts, admit, marks=pytest.mark.thorough)
             for policy in ("lru", "lfu-ttl", "cost-aware", "hazard", "auto")
-            for lasts in ([False], [True], [False, True])
+            for lasts in ([False], [True], [False, True], [False, True, True])
             for admit in ("all", "auto", "second-touch")
             if (admit == "all" or any(lasts))
             and (len(lasts) < 2 or policy[:2] in ("lr", "lf", "co"))
@@ -309,11 +337,11 @@ def simulated(
     ],
 )
 def test_a_live_cache_reads_and_holds_what_the_simulator_says(policy, lasts, admit):
-    rooms, lasts = [12, *([16, 40] if len(lasts) > 1 else [20] * len(lasts))], [False, *lasts]
-    trace = talks(seed=len(policy), requests=120)
-    want, content = live(trace, policy, rooms, lasts, admit)
-    got, here = simulated(trace, policy, rooms, lasts, admit)
-    both = zip(want, got, strict=True)
-    assert next(((r, *pair) for r, pair in enumerate(both) if pair[0] != pair[1]), None) is None
+    rooms = [12, *[(), (20,), (16, 40), (16, 20, 30)][len(lasts)]]
+    trace = talks(seed=len(policy) - len(lasts), requests=120)
+    want, content, calls = live(trace, policy, rooms, [False, *lasts], admit)
+    got, here, others = simulated(trace, policy, rooms, [False, *lasts], admit)
+    for some, same in [(want, got), *zip(calls, others, strict=True)]:
+        assert next((pair for pair in zip_longest(some, same) if pair[0] != pair[1]), None) is None
     assert here == content
     assert all(sum(column) > 5 for column in zip(*want, strict=True))
