@@ -515,13 +515,12 @@ class TierStack:
         left = [b for b in victims if (b.page < 0 or b.ahead) and not b.tiers >> (number + 1)]
         last = {b for b in left if b.tiers | b.going == 1 << number} - self.leaving
         for lower, blocks in self.takers(left, number + 1, leaves=last).items():
-            sizes = {block: self.copies.body_bytes(block, number) for block in blocks}
             copied, lane = self.copy(blocks, number, lower), self.mover.lanes[lower]
             if copied:
                 self.demoted(self.tiers[number].name, lower, sum(copied.values()), len(copied))
             for block in blocks:
                 late = block in last and not (block in copied or block in self.unwritten)
-                if late and not lane.takes(sizes[block]):
+                if late and not lane.takes(self.copies.body_bytes(block, number)):
                     self.miss_out(lower)
 
     def take_back(self, block: Block, number: int) -> None:
@@ -542,9 +541,8 @@ class TierStack:
             if frame:
                 alike.setdefault((frame[0].codec, len(frame[1])), []).append((block, *frame))
         for (_, n_bytes), frames in alike.items():
-            copied |= dict.fromkeys((block for block, *_ in frames), n_bytes)
-            for block in self.store(frames, target):
-                del copied[block]
+            refused = self.store(frames, target)
+            copied |= {block: n_bytes for block, *_ in frames if block not in refused}
         return copied
 
     def takers(
