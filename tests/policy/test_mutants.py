@@ -388,8 +388,9 @@ class InvalidatesNothing(Ledger):
 
 
 class KeepsTheExpired(Ledger):
-    def _settle(self, now):
-        pass
+    def _advance(self, now_ns):
+        self._clock = max(now_ns, self._clock)
+        return self._clock
 
 
 class SaysItIsThere(Ledger):
@@ -400,8 +401,9 @@ class SaysItIsThere(Ledger):
 
 
 class NeverForgets(Ledger):
-    def _trim(self):
-        pass
+    def _flush(self):
+        moves, self._moves = self._moves, []
+        return moves
 
 
 class PinsNothing(Ledger):
