@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -262,6 +263,7 @@ def test_draws_and_stops_are_those_of_the_plain_server(servers: tuple[Server, Se
         {"temperature": 0.9, "seed": 5},
         {"temperature": 1.5, "top_p": 0.8, "seed": 6, "frequency_penalty": 0.1},
         {"temperature": 1.5, "seed": -1},
+        {"temperature": 1e-8, "seed": 7},  # as some clients ask for the likeliest token
         {"stop": ["e"]},
         {"logit_bias": {str(ord("x")): 50.0}},
     ):
@@ -472,6 +474,22 @@ def test_what_no_answer_can_have_is_refused_before_it(
     status, text = servers[0].send("POST", f"/v1/{path}", body)
     assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
     assert servers[0].metric("engine_steps_total") == steps
+
+
+def test_beams_may_all_be_returned(servers: tuple[Server, Server]) -> None:
+    ours, plain = servers
+    options = {"num_beams": 17, "num_return_sequences": 17, "max_new_tokens": 2, "pad_token_id": 0}
+    config = json.dumps({**options, "do_sample": False})
+    answers = [content(each.chat(turn("x"), generation_config=config)) for each in (ours, plain)]
+    assert answers[0] == answers[1]
+
+
+def test_a_call_is_called_off_while_its_answer_ends() -> None:
+    class Call(serve.HttpCall):
+        answers: Any = iter([Mock(), None])
+        answer = property(lambda call: next(call.answers), lambda *_: None)  # type: ignore[assignment]
+
+    Call().call_off()
 
 
 def test_cached_tokens_are_those_of_one_prompt(servers: tuple[Server, Server]) -> None:
@@ -696,7 +714,10 @@ def test_what_cannot_be_served_is_said(
 
 @pytest.mark.parametrize(
     ("host", "port", "told"),
-    [("localhost", "", "in use"), ("a.invalid", "0", "--host"), ("localhost", "99999", "65535")],
+    [
+        *(("localhost", "", "in use"), ("localhost", "99999", "65535")),
+        *(("a.invalid", "0", "--host"), ("a..b", "0", "--host")),
+    ],
 )
 def test_a_port_that_cannot_be_used_is_said_before_the_model_is_loaded(
     host: str, port: str, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
