@@ -411,6 +411,9 @@ def test_answers_end_at_the_last_position_of_the_model(servers: tuple[Server, Se
         assert last["choices"][0]["finish_reason"] == "length"
         assert last["usage"]["total_tokens"] == 4096
     assert ours.metric("engine_steps_total") >= steps + 36
+    full = {"prompt": "x" * 4096, "max_tokens": 5, "temperature": 0}
+    status, text = ours.send("POST", "/v1/completions", full)
+    assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 1), text
 
 
 def test_a_stream_of_what_generate_refuses_does_not_begin(servers: tuple[Server, Server]) -> None:
@@ -462,7 +465,7 @@ def test_options_that_only_differ_from_tokens_are_served(servers: tuple[Server, 
     ("path", "body"),
     [
         ("completions", {"prompt": "x", "suffix": 3}),
-        ("completions", {"prompt": "x" * 5000}),
+        ("completions", {"prompt": "x" * 4097}),
         ("chat/completions", {"chat_template_kwargs": {"return_assistant_tokens_mask": True}}),
     ],
 )

@@ -144,9 +144,9 @@ class _Generation:
         if limit is not None and limit < 1:
             raise errors.ConfigError(f"max_tokens={limit}", "Use a whole number, at least 1")
         room = _positions(text) - ids.shape[1]
-        if limit and room > 0:
-            config.max_new_tokens = limit = min(limit, room)
-        if 0 < (most := _positions(text, "linear")) <= ids.shape[1]:
+        if limit and room >= 0:  # behind the last position one token can still be drawn
+            config.max_new_tokens = limit = min(limit, room or 1)
+        if 0 < (most := _positions(text, "linear")) < ids.shape[1]:
             told = f"the prompt has {ids.shape[1]} tokens, the model {most} positions"
             raise errors.ConfigError(told, "Shorten it")
         if least := limit if call.body.get("ignore_eos") else call.body.get("min_tokens"):
