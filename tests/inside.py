@@ -238,7 +238,7 @@ if TYPE_CHECKING:
     from flowkv.naming import computation, identity, memory_words
     from flowkv.naming import fingerprint as fingerprint_of_weights
     from flowkv.naming.computation import Walk
-    from flowkv.naming.fingerprint import UnnamedError, Weights
+    from flowkv.naming.fingerprint import UnnamedError, Weights, version_of
     from flowkv.naming.identity import CALLS, Identity
     from flowkv.observe import events, recording
     from flowkv.observe.events import (

@@ -346,8 +346,9 @@ class Ledger:
                 "Check it with flowkv.testing.check_policy",
             )
         at.leave(blocks, self._state, k, victims)
-        apart = np.uint8((1 | -2 << k) & 0xFF) if k else 0  # the first place, and all below this
-        left = victims[blocks["here"][victims] & apart == 0]
+        left = victims
+        if k:  # those in the first place, or below this one, need no other
+            left = victims[blocks["here"][victims] & np.uint8((1 | -2 << k) & 0xFF) == 0]
         for shelf in self._shelves[k + 1 :]:
             left = self._lacking(shelf, left)
             if len(left) and shelf.lasts and self._admission and not self._shelves[k].lasts:
@@ -375,7 +376,8 @@ class Ledger:
         """Write computed blocks to the first place that lasts, unless write admission chooses."""
         if self._admission is None:
             for shelf in [shelf for shelf in self._shelves[1:] if shelf.lasts][:1]:
-                self._store(now, 0, shelf, self._lacking(shelf, slots))
+                once = np.sort(np.unique(slots, return_index=True)[1])  # of an unchained request
+                self._store(now, 0, shelf, self._lacking(shelf, slots[once]))
 
     def _store(self, now: int, k: int, shelf: Shelf, slots: Slots) -> None:
         """Copy blocks from place `k` to a slower one, one by one if not all of them find room."""
@@ -431,15 +433,16 @@ class Ledger:
                 if len(gone):
                     shelf.policy.remove(gone)
                     self._moves.append(Move(gone, shelf.number, -1))
+        for shelf in self._shelves:  # once all have left all places
             if self._state[shelf.used_at] > shelf.capacity:
                 self._relieve(now, shelf.number)
 
-    def _overflow(self, now: int, n: int) -> Slots:
-        """Make room in the first place for the `n` blocks just landed; return those beyond it."""
+    def _overflow(self, now: int, landed: Slots) -> Slots:
+        """Make room in the first place for what `land` wrote; return those beyond it."""
         first, used = self._shelves[0], self._state
         if used[first.used_at] <= first.capacity and first.shed is None:
             return NO_SLOTS
-        fresh = self._out[0, :n][self._out[2, :n] == 1]
+        fresh = landed[0, landed[2] == 1]
         self._relieve(now, 0)
         if used[first.used_at] <= first.capacity:
             return NO_SLOTS
@@ -463,7 +466,10 @@ class Ledger:
         return max(LEAST_GHOSTS, GHOSTS_PER_RESIDENT * int(self._state[at.RESIDENT]))
 
     def _flush(self) -> list[Move]:
-        """End a call: forget the oldest ghosts, where they are too many, and return the moves."""
+        """End a call: keep limits below the first place, and the bound of ghosts; return moves."""
+        for shelf in self._shelves[1:]:
+            if shelf.shed is not None:
+                self._relieve(self._clock, shelf.number)
         bound = self.ghost_bound
         if self._state[at.GHOSTS] > bound:
             bound -= bound // GHOSTS_AT_ONCE
@@ -531,7 +537,8 @@ class Ledger:
         """Serve a request that takes no time: `begin` and `complete` in one.
 
         One difference: all its blocks enter the first place, and the surplus leaves only
-        afterwards. Its own blocks may be victims, so that a policy can decline to keep them.
+        afterwards. Its own blocks may be victims, so that a policy can decline to keep them; so
+        make its moves once they are there.
 
         Args:
             now_ns: Time.
@@ -548,10 +555,13 @@ class Ledger:
         terms = self._terms_of(meta, namespace)
         chain, sources, hits = self._follow(now, request, namespace, ids, meta, terms.tenant)
         n = self._land(now, 0, chain, terms)
-        self._write(now, chain[hits:][_computed(sources[hits:])])
+        landed = self._out[:, :n]
+        if not self._alone:
+            landed = landed.copy()  # arrivals in the next place use the buffer, too
+            self._write(now, chain[hits:][_computed(sources[hits:])])
         for shelf in self._shelves:
             shelf.policy.complete(now, request, stop=stop, output_tokens=output_tokens)
-        declined = self._overflow(now, n)
+        declined = self._overflow(now, landed)
         if len(declined):
             self._moves.append(Move(declined, 0, -1))
         return Plan(hits, chain, sources, len(chain), self._flush())
@@ -578,17 +588,18 @@ class Ledger:
         row, sources, hits = self._follow(now, request, namespace, ids, meta, terms.tenant)
         chain = row.copy()
         self._pin(chain)
-        free_bytes = self._shelves[0].capacity - int(self._state[at.PINNED])
-        kept = int(at.fitting(self._blocks, chain, 0, terms.n_bytes, free_bytes))
-        self._live[request] = chain, chain[hits:kept][_computed(sources[hits:kept])]
-        for part in (chain[: min(hits, kept)], chain[hits:kept]):  # the loaded ones come first
-            new = self._blocks[self._lacking(self._shelves[0], part)]
-            need = np.where(new["here"] > 0, new["bytes"], terms.n_bytes).sum()
-            self._make_room(now, self._shelves[0], int(need))
-            declined = self._overflow(now, self._land(now, 0, part, terms, flying=True))
+        first, size, self._live[request] = self._shelves[0], terms.n_bytes, (chain, NO_SLOTS)
+        free_bytes = first.capacity - int(self._state[at.PINNED])
+        kept = int(at.fitting(self._blocks, chain, 0, size, free_bytes))
+        loaded = 0 if self._alone else min(hits, kept)
+        for part in (chain[:loaded], chain[loaded:kept])[loaded == 0 :]:  # the loaded ones first
+            self._make_room(now, first, int(at.needed(self._blocks, part, 0, size)))
+            n = self._land(now, 0, part, terms, flying=True)
+            declined = self._overflow(now, self._out[:, :n])
             if len(declined):
                 kept = int(np.flatnonzero(chain == declined[0])[0])
                 break
+        self._live[request] = chain, chain[hits:kept][_computed(sources[hits:kept])]
         return Plan(hits, chain, sources, kept, self._flush())
 
     def complete(

@@ -329,6 +329,16 @@ def fitting(blocks: Array, slots: Array, k: int, size: int, room: int) -> int:
 
 
 @kernel
+def needed(blocks: Array, slots: Array, k: int, size: int) -> int:
+    """Return the bytes that blocks need in a place besides those that they have there."""
+    need = 0
+    for s in slots:
+        if not blocks[s].here >> k & 1:
+            need += blocks[s].bytes if blocks[s].here else size
+    return need
+
+
+@kernel
 def held(blocks: Array, k: int, slots: Array) -> bool:
     """Return whether all these slots are in a place, none of them twice; accept any numbers."""
     bit = np.uint8(1 << k)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -26,7 +26,15 @@ from tests.clock import wait_for
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, foreign, generate, reused
 from tests.hooks.tabled import ByRow
-from tests.inside import CALLS, Identity, Weights, door_of, fingerprint_of_weights, identity
+from tests.inside import (
+    CALLS,
+    Identity,
+    Weights,
+    door_of,
+    fingerprint_of_weights,
+    identity,
+    version_of,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:FlowKV")
@@ -607,6 +615,12 @@ def test_idle_time_proves_pages(tmp_path) -> None:
         wait_for(lambda: not kv.planner.store.stack.provisional)
         kv.planner.store.writes.flush(30.0)
         assert on_disk(kv) > 0
+
+
+def test_no_version_is_asked_of_what_has_none() -> None:
+    """The error takes as long as seventy calls, and each step would wait for one a state."""
+    made: Any = Mock(spec=["is_inference"], is_inference=lambda: True)
+    assert version_of(made) == -1
 
 
 def test_no_thread_reads_weights_while_the_interpreter_ends() -> None:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -262,6 +263,7 @@ def test_draws_and_stops_are_those_of_the_plain_server(servers: tuple[Server, Se
         {"temperature": 0.9, "seed": 5},
         {"temperature": 1.5, "top_p": 0.8, "seed": 6, "frequency_penalty": 0.1},
         {"temperature": 1.5, "seed": -1},
+        {"temperature": 1e-8, "seed": 7},  # as some clients ask for the likeliest token
         {"stop": ["e"]},
         {"logit_bias": {str(ord("x")): 50.0}},
     ):
@@ -409,6 +411,9 @@ def test_answers_end_at_the_last_position_of_the_model(servers: tuple[Server, Se
         assert last["choices"][0]["finish_reason"] == "length"
         assert last["usage"]["total_tokens"] == 4096
     assert ours.metric("engine_steps_total") >= steps + 36
+    full = {"prompt": "x" * 4096, "max_tokens": 5, "temperature": 0}
+    status, text = ours.send("POST", "/v1/completions", full)
+    assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 1), text
 
 
 def test_a_stream_of_what_generate_refuses_does_not_begin(servers: tuple[Server, Server]) -> None:
@@ -460,7 +465,7 @@ def test_options_that_only_differ_from_tokens_are_served(servers: tuple[Server, 
     ("path", "body"),
     [
         ("completions", {"prompt": "x", "suffix": 3}),
-        ("completions", {"prompt": "x" * 5000}),
+        ("completions", {"prompt": "x" * 4097}),
         ("chat/completions", {"chat_template_kwargs": {"return_assistant_tokens_mask": True}}),
     ],
 )
@@ -472,6 +477,22 @@ def test_what_no_answer_can_have_is_refused_before_it(
     status, text = servers[0].send("POST", f"/v1/{path}", body)
     assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
     assert servers[0].metric("engine_steps_total") == steps
+
+
+def test_beams_may_all_be_returned(servers: tuple[Server, Server]) -> None:
+    ours, plain = servers
+    options = {"num_beams": 17, "num_return_sequences": 17, "max_new_tokens": 2, "pad_token_id": 0}
+    config = json.dumps({**options, "do_sample": False})
+    answers = [content(each.chat(turn("x"), generation_config=config)) for each in (ours, plain)]
+    assert answers[0] == answers[1]
+
+
+def test_a_call_is_called_off_while_its_answer_ends() -> None:
+    class Call(serve.HttpCall):
+        answers: Any = iter([Mock(), None])
+        answer = property(lambda call: next(call.answers), lambda *_: None)  # type: ignore[assignment]
+
+    Call().call_off()
 
 
 def test_cached_tokens_are_those_of_one_prompt(servers: tuple[Server, Server]) -> None:
@@ -696,7 +717,10 @@ def test_what_cannot_be_served_is_said(
 
 @pytest.mark.parametrize(
     ("host", "port", "told"),
-    [("localhost", "", "in use"), ("a.invalid", "0", "--host"), ("localhost", "99999", "65535")],
+    [
+        *(("localhost", "", "in use"), ("localhost", "99999", "65535")),
+        *(("a.invalid", "0", "--host"), ("a..b", "0", "--host")),
+    ],
 )
 def test_a_port_that_cannot_be_used_is_said_before_the_model_is_loaded(
     host: str, port: str, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

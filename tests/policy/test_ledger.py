@@ -1,4 +1,4 @@
-"""`Ledger`: answers of policies that cannot be are refused.
+"""`Ledger`: answers of policies that cannot be are refused; moves that a driver can carry out.
 
 Its hits are those of the bare loop: tests/sim/test_replay.py.
 """
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flowkv.policy import LRU
-from flowkv.residency import Ledger, Place
-from tests.inside import StateError
+from flowkv.residency import Ledger, Meta, Place
+from tests.inside import Quota, StateError, Tenants
 
 
 class Answers(LRU):
@@ -105,3 +105,72 @@ def test_only_what_is_pinned_is_unpinned(slots):
     ledger.unpin(1, pinned)
     with pytest.raises(StateError, match="not all pinned"):
         ledger.unpin(1, pinned)
+
+
+def over_disk(room=4, policies=LRU, below=LRU, disk=100):
+    ledger = Ledger([Place(policies(), room), Place(below(), disk, lasts=True)], block_bytes=1)
+    ids = np.arange(40, dtype=np.uint64).reshape(-1, 2)
+    return ledger, ledger.namespace(b""), ids
+
+
+def told(moves):
+    return [(move.slots.tolist(), move.source, move.target) for move in moves]
+
+
+def test_what_has_no_room_leaves_again_while_other_blocks_are_written():
+    """They cannot be victims: a request under way has them pinned."""
+    ledger, ns, ids = over_disk(1)
+    ledger.serve(0, ns, ids[:2])
+    assert ledger.begin(1, 1, ns, ids[:3]).kept == 1
+    assert told(ledger.serve(2, ns, ids[:3]).moves) == [([2], 0, 1), ([1, 2], 0, -1)]
+    assert ledger.used_bytes(0) == 1 and ledger.used_bytes(1) == 3
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_block_that_a_request_names_twice_is_written_once(held):
+    ledger, ns, ids = over_disk()
+    chain, meta = ids[[0, 1, 0, 2, 1]], Meta(chained=False)
+    if held:
+        assert not ledger.begin(0, 1, ns, chain, meta).moves
+    ended = ledger.complete(1, 1) if held else ledger.serve(0, ns, chain, meta).moves
+    assert told(ended) == [([0, 1, 2], 0, 1)]
+    assert sorted(ledger.policy(1).resident()) == [0, 1, 2] and ledger.used_bytes(1) == 3
+    ledger.resize(2, 0, 0)
+    assert ledger.used_bytes(0) == 0 and ledger.lookup(ns, ids[:3]) == 3
+
+
+def test_a_copy_that_expired_while_pinned_leaves_before_others_come():
+    ledger, ns, ids, (_, below) = filled(8, 8)
+    ledger.resize(1, 0, 0)
+    ledger.resize(2, 0, 8)
+    ledger.begin(3, 2, ns, ids[:1])
+    below.wrong["expired"] = [0]
+    ledger.tick(5)
+    below.wrong.clear()
+    ledger.resize(6, 0, 0)
+    assert told(ledger.complete(7, 2)) == [([0], 1, -1), ([0], 0, 1), ([0], 0, -1)]
+    assert len(below.resident()) == ledger.used_bytes(1) == 8
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_limits_of_tenants_hold_in_slower_places(held):
+    ledger, ns, ids = over_disk(4, below=lambda: Tenants(LRU, {0: Quota(0, 3)}))
+    for number in range(8):
+        chain = ids[2 * number :][:2]
+        if held:
+            ledger.begin(number, number, ns, chain)
+            ledger.complete(number, number)
+        else:
+            ledger.serve(number, ns, chain)
+    assert (ledger.used_bytes(0), ledger.used_bytes(1)) == (4, 3)
+
+
+def test_a_block_that_another_request_brings_is_not_written_before():
+    ledger, _, ids = over_disk(4, lambda: Tenants(LRU, {0: Quota(3), 1: Quota()}))
+    ns = ledger.namespace(b"other")
+    ledger.serve(0, 0, ids[:3])
+    assert ledger.begin(1, 1, ns, ids[5:7]).kept == 1  # the others are a tenant's reserve
+    ledger.resize(2, 0, 5)
+    assert ledger.begin(3, 2, ns, ids[5:7]).kept == 2
+    assert told(ledger.complete(4, 1)) == [([3], 0, 1)]
+    assert told(ledger.complete(5, 2)) == [([4], 0, 1)]

@@ -96,6 +96,13 @@ def test_probabilities_are_probabilities(stream: list[int]) -> None:
     assert far.sum() <= 3 + 1e-9
 
 
+def test_old_habits_fade() -> None:
+    markov = Markov(order=1)
+    markov.observe([0, 1] * 5000 + [0, 2] * 400 + [0])
+    assert markov.predict(1)[0].tolist() == [2]
+    assert markov._tables[1][(0,)].shares[2] > 0.9
+
+
 @pytest.mark.parametrize("times", [5, 5000])
 def test_a_new_successor_takes_the_share_of_the_rarest(times: int) -> None:
     markov = Markov(order=1, successors=2, memory=2)

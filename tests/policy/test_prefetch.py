@@ -165,7 +165,11 @@ EVENTS = st.one_of(
     st.tuples(st.just("fail")),
 )
 LIMITS = st.fixed_dictionaries(
-    {},
+    {
+        "early": st.sampled_from([0.0, 3.0]),
+        "slack_s": st.sampled_from([0.05, 1.0]),
+        "burst_s": st.just(3.0),
+    },
     optional={
         "bytes_per_s": st.sampled_from([0.5, 2.0]),
         "unproven": st.sampled_from([0.3, 1.0]),

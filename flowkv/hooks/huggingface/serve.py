@@ -90,8 +90,8 @@ class HttpCall:
     def call_off(self) -> None:
         """Cancel the request: its client is gone."""
         self.gone = True
-        if self.answer is not None:
-            self.answer.cancel()
+        if (answer := self.answer) is not None:  # another thread may take it away
+            answer.cancel()
 
     def record_reuse(self, kv: KV, reused: int) -> None:
         """Record reused tokens, and count the hints."""
@@ -144,9 +144,9 @@ class _Generation:
         if limit is not None and limit < 1:
             raise errors.ConfigError(f"max_tokens={limit}", "Use a whole number, at least 1")
         room = _positions(text) - ids.shape[1]
-        if limit and room > 0:
-            config.max_new_tokens = limit = min(limit, room)
-        if 0 < (most := _positions(text, "linear")) <= ids.shape[1]:
+        if limit and room >= 0:  # behind the last position one token can still be drawn
+            config.max_new_tokens = limit = min(limit, room or 1)
+        if 0 < (most := _positions(text, "linear")) < ids.shape[1]:
             told = f"the prompt has {ids.shape[1]} tokens, the model {most} positions"
             raise errors.ConfigError(told, "Shorten it")
         if least := limit if call.body.get("ignore_eos") else call.body.get("min_tokens"):
@@ -231,12 +231,13 @@ def _check(config: Any, own: Any, vocabulary: int, rows: int) -> None:
                 raise errors.ConfigError(f"{name} has token {token}", remedy)
     if not all(abs(value) <= 1e6 for value in (config.sequence_bias or {}).values()):
         raise errors.ConfigError("a bias is out of range", "Use numbers from -1e6 to 1e6")
-    if config.do_sample and not 1e-6 <= (config.temperature or 1) <= 1e6:
-        raise errors.ConfigError(f"temperature={config.temperature}", "Use 1e-6 to 1e6")
+    if config.do_sample and not 1e-30 <= (config.temperature or 1) <= 1e6:
+        raise errors.ConfigError(f"temperature={config.temperature}", "Use 0, or 1e-30 to 1e6")
     if config.exponential_decay_length_penalty and config.eos_token_id is own.eos_token_id is None:
         raise errors.ConfigError("a length penalty without an end token", "Give eos_token_id")
-    if not 1 <= (made := (config.num_beams or 1) * (config.num_return_sequences or 1)) <= rows:
-        raise errors.ConfigError(f"{made} beams or sequences", f"Ask for 1 to {rows}")
+    for made in (config.num_beams or 1, config.num_return_sequences or 1):  # they share their rows
+        if not 1 <= made <= rows:
+            raise errors.ConfigError(f"{made} beams or sequences", f"Ask for 1 to {rows}")
 
 
 def _whole_numbers(value: Any) -> Iterator[int]:
@@ -451,7 +452,7 @@ async def _try_port(host: str, port: int) -> None:
             raise OverflowError("ports are 0 to 65535")
         loop = asyncio.get_running_loop()
         (await loop.create_server(asyncio.Protocol, host, port)).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         problem = f"{host}:{port} cannot be used ({getattr(error, 'strerror', None) or error})"
         raise errors.ConfigError(problem, "Choose another --port or --host") from error
 
