@@ -401,12 +401,13 @@ class TierStack:
                 self._evict_all([stranger], number, "unused")
                 continue
             victims, left = list[Block](), over
-            while left > 0 and (slots := place.evict(self.context.now_ns(), 1)) is not None:
-                victims.append(self.index.at(int(slots[0])))
-                left -= tier.frame_bytes(self._takes(victims[-1], number))
-            if victims:
+            try:
+                while left > 0 and (slots := place.evict(self.context.now_ns(), 1)) is not None:
+                    victims.append(self.index.at(int(slots[0])))
+                    left -= tier.frame_bytes(self._takes(victims[-1], number))
+            finally:  # a policy may fail
                 self._evict_all(victims, number, "space")
-            elif not self.listing.adopt(number):
+            if not victims and not self.listing.adopt(number):
                 return False
         return True
 

@@ -214,6 +214,33 @@ def test_a_page_that_cannot_be_deleted_can_be_evicted_later() -> None:
     assert len(near.frames) == 2
 
 
+def test_the_victims_of_a_policy_that_fails_leave_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near = MemoryTier()
+    kv = make_kv(simple(), pages=16, tiers=[near], clock=ManualClock())
+    published(kv, P)
+    stack = kv.planner.store.stack
+    evict_and_settle(kv)
+    stack.mover.drain()
+    near.capacity_bytes, asked = near.used_bytes(), []
+    policy = stack.places[HOST].policy
+    plain = policy.evict
+
+    def evict(*given: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 2:
+            raise ValueError("a policy's own")
+        return plain(*given)
+
+    monkeypatch.setattr(policy, "evict", evict)
+    with kv.lock:
+        with pytest.raises(ValueError, match="own"):
+            stack.make_room(HOST, near.capacity_bytes)
+        assert len(near.frames) == 2
+        assert stack.make_room(HOST, near.capacity_bytes) and not near.frames
+
+
 @pytest.mark.parametrize("near", [Broken(MemoryTier()), MemoryTier(), None])
 def test_what_cannot_be_written_is_counted(near: Any) -> None:
     """Its copy in memory cannot be read, or the tier that lasts has no room."""
