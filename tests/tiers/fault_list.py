@@ -79,7 +79,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "tiers/remote/test_redis.py::test_a_frozen_server_costs_deadlines_and_nothing_else",
             "tiers/remote/test_objects.py::test_a_frozen_server_costs_three_deadlines",
             "tiers/remote/test_mooncake.py::test_a_frozen_server_costs_deadlines_and_nothing_else",
-            "tiers/remote/test_guard.py::test_three_failures_in_a_row_open_it_and_no_others",
+            "tiers/remote/test_guard.py::test_breaker_against_a_model",
             "tiers/test_disk_overdue.py::test_too_much_retired_memory_opens_the_breaker",
             "tiers/test_shared.py::test_a_stopped_peer_hangs_nobody",
         ),
