@@ -13,7 +13,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from flowkv.testing import MemoryTier
 from flowkv.tiers import Completion, FrameInfo, Load, Outcome, Store
@@ -49,6 +49,7 @@ def latencies(arrivals: Sequence[tuple[int, int, int, bool]], chunk: int) -> dic
         at_end = free_at if flying else 1 << 60
         if waiting and waiting[0][0] <= at_end:
             number = len(arrivals) - len(waiting)
+            starts = not flying
             now, key, n_bytes, demanded = waiting.popleft()
             priority = IOPriority.DEMAND if demanded else IOPriority.PREFETCH
             load = Load(key_of(key), MEMORY[:n_bytes], LAYOUT)
@@ -56,14 +57,13 @@ def latencies(arrivals: Sequence[tuple[int, int, int, bool]], chunk: int) -> dic
             born[wish] = number, now
             schedule.ask(wish)
         else:
-            now, first = at_end, flying.popleft()
+            now, first, starts = at_end, flying.popleft(), True
             for wish in (first, *schedule.end(first)):
                 number, at = born[wish]
                 if arrivals[number][3]:
                     waited[number] = now - at
-        idle = not flying
         flying.extend(schedule.take())
-        if flying and (idle or now == free_at):
+        if flying and starts:
             free_at = now + flying[0].n_bytes
     return waited
 
@@ -79,6 +79,7 @@ def workload(arrivals: Sequence[tuple[int, int, bool]]) -> list[tuple[int, int, 
 
 
 @given(ARRIVALS, st.integers(1, 120))
+@example([(197, 7, False), (198, 5, True), (283, 0, False)], 1)  # one comes as another ends
 def test_no_demand_waits_longer_than_without_prefetches_but_for_a_chunk(
     arrivals: list[tuple[int, int, bool]], chunk: int
 ) -> None:
