@@ -3,7 +3,7 @@
 Each round stores the same blocks in every way, reads them cold in random batches of 64, and runs
 fio on the same disk; ratios are taken within a round; the median and spread of rounds are shown.
 "direct" reads straight into the targets. "deep" has all batches in flight at once, as "busy" has,
-which computes in Python beside it.
+which computes in Python beside it. "busy put" stores as many blocks more beside that.
 The disk tier digests what it writes and checks what it reads; the others check nothing. A put ends
 when the bytes left the process (the tier's, fio's and the files' are direct; RocksDB is flushed).
 Recovery is the time to open a store of 100,000 frames.
@@ -69,7 +69,7 @@ class FlowKV:
     name = "FlowKV"
 
     def __init__(self, directory: Path, n_bytes: int) -> None:
-        self._tier = DiskTier(directory, 2 * n_bytes + (64 << 20), queue_bytes=1 << 40)
+        self._tier = DiskTier(directory, 3 * n_bytes + (64 << 20), queue_bytes=1 << 40)
         self.engine = self._tier.engine
 
     def put(self, keys: Sequence[bytes], bodies: Sequence[memoryview]) -> None:
@@ -123,7 +123,8 @@ class Bench:
         self.noise = memoryview(np.random.default_rng(0).bytes(min(n_bytes, 256 << 20)))
         places = [n * size % len(self.noise) for n in range(self.count)]
         self.bodies = [self.noise[at : at + size] for at in places]
-        self.keys = [hashlib.sha256(b"%d" % n).digest() for n in range(self.count)]
+        keys = [hashlib.sha256(b"%d" % n).digest() for n in range(2 * self.count)]
+        self.keys, self.others = keys[: self.count], keys[self.count :]
         self.arena = Arena(self.count * size + (64 << 20))
         slot = self.arena.acquire(self.count * size)
         assert slot is not None
@@ -167,6 +168,8 @@ class Bench:
                 found["deep"] = self._timed(deep)
                 with Spinning():
                     found["busy"] = self._timed(deep)
+                    put = partial(blocks.put, self.others, self.bodies)
+                    found["busy put"] = self._timed(put)
             for n in range(0, self.count, 7):
                 assert self.targets[n] == self.bodies[order[n]], "WRONG BYTES"
         finally:
@@ -212,7 +215,7 @@ def row_of(
     samples: dict[tuple[str, str], list[Sample]],
     theirs: dict[str, list[Sample]],
 ) -> dict[str, Any]:
-    mine, fios = samples[name, what], theirs["put" if what == "put" else "get"]
+    mine, fios = samples[name, what], theirs["put" if "put" in what else "get"]
     row = {
         "way": name,
         "what": what,
@@ -225,8 +228,8 @@ def row_of(
     for rival in ("file per block", "RocksDB"):
         if (rival, what) in samples and name.startswith("FlowKV"):
             row[f"x {rival}"] = spread(ratios(mine, samples[rival, what], "rate"))
-    if what == "busy":
-        row["busy_of_idle"] = spread(ratios(mine, samples[name, "deep"], "rate"))
+    if idle := {"busy": "deep", "busy put": "put"}.get(what):
+        row["busy_of_idle"] = spread(ratios(mine, samples[name, idle], "rate"))
     return row
 
 

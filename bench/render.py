@@ -691,8 +691,8 @@ def disk(results: Results) -> str:
             continue
         line = [what, f"{kib}", _disk_rates(row)]
         line += [spread(row.get(f"x {name}")) for name in rivals]
-        more = [cells.get((way, kind, kib)) for kind in ("deep", "busy") if what == "get"]
-        rows.append([*line, *(_disk_rates(one) for one in more or (None, None))])
+        more = ("deep", "busy") if what == "get" else ("", "busy put")
+        rows.append([*line, *(_disk_rates(cells.get((way, kind, kib))) for kind in more)])
     if not rows:
         return NOT_YET.capitalize() + "."
     seconds = found["recovery_s"]
@@ -707,7 +707,7 @@ def _disk_rates(row: dict[str, Any] | None) -> str:
     names = ("gb_s", "cpu_s_per_gb", "of_fio")
     rates = [f"{row[name]['median']:.2f}" for name in names] if row else []
     if row and "busy_of_idle" in row:
-        rates.append(f"{row['busy_of_idle']['median']:.2f} of deep")
+        rates.append(f"{row['busy_of_idle']['median']:.2f} of idle")
     return ", ".join(rates)
 
 

@@ -55,6 +55,7 @@ def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def filled(path: Path, names: Sequence[object], **options: Any) -> DiskTier:
+    options.setdefault("engine", FilesEngine() if options.get("threads") == 0 else None)
     tier = DiskTier(path, 8 * MIB, **options)
     items = [
         Store(key_of(n), info_of(SIZE, stripe_bytes=STEP), memoryview(body_of(n, SIZE)))
@@ -109,6 +110,34 @@ def test_headers_are_read_once(tmp_path: Path) -> None:
     engine.reads.clear()
     assert read(tier, names, 2, 0) == [("hit", "")] * 5
     assert engine.reads == [SIZE - 2 * STEP] * 5
+
+
+def test_what_comes_together_is_checked_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind each compiled call, a busy interpreter keeps its lock for 5 ms."""
+    tier, checked, check = filled(tmp_path, range(9), threads=0), list[int](), transfer.open_all
+    read(tier, range(9), 0)
+
+    def counted(envelope: Any, flights: Any) -> Any:
+        checked.append(len(flights))
+        return check(envelope, flights)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "TOGETHER_BYTES", STEP)  # each is a group of its own
+        patch.setattr(transfer, "open_all", counted)
+        assert read(tier, range(9), 1) == [("hit", "")] * 9
+    assert [count for count in checked if count] == [9]
+
+
+def test_stores_look_once_a_batch_whether_the_directory_is_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, looks = type(filled(tmp_path, "a")._store.home), list[Any]()
+    holds = home.holds
+    monkeypatch.setattr(home, "holds", lambda self: looks.append(self) or holds(self))
+    filled(tmp_path / "other", range(64), threads=0)
+    assert 2 <= len(looks) <= 16
 
 
 def test_damage_is_found_and_costs_that_frame_alone(tmp_path: Path) -> None:

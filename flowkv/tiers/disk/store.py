@@ -786,9 +786,8 @@ class DiskStore:
             free = self._files.free_bytes(str(self.path))
         except OSError:  # stores will find it
             return ""
-        if free >= n_bytes:
-            return ""
-        return f"a frame takes {format_size(n_bytes)}, and the disk has {format_size(free)} left"
+        text = f"a frame takes {format_size(n_bytes)}, and the disk has {format_size(free)} left"
+        return "" if free >= n_bytes else text
 
     def frame_bytes(self, body_bytes: int) -> int:
         """Return an upper bound of the bytes charged for one more frame."""
@@ -868,7 +867,7 @@ class DiskStore:
             self.corrupt += 1
             if same:
                 self._index.pop(key)
-                if self._leads():
+                if self.leads():
                     self._slabs.quarantine(held.slot)
                     self._note_deleted([Record(DELETED, key, held)])
             return True
@@ -878,11 +877,13 @@ class DiskStore:
     def reserve(self, key: bytes) -> int | None:
         """Return a sequence number for a frame about to be written; None if it is there already.
 
+        Call `leads` before each batch of frames.
+
         Raises:
             Refused: The key is being written, or this is a reader.
         """
         with self._lock:
-            if not self._leads():
+            if not self.owner:
                 raise Refused("read-only")
             if key in self._index:
                 return None
@@ -948,7 +949,7 @@ class DiskStore:
         """
         try:
             with self._lock:
-                if not self._leads({written.held.slot.granules for written in batch}):
+                if not self.leads({written.held.slot.granules for written in batch}):
                     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
                 assert self._journal is not None
                 self._compact(self._garbage)
@@ -987,7 +988,7 @@ class DiskStore:
     def delete(self, keys: Iterable[bytes]) -> int:
         """Forget frames; a reader forgets none. Return how many were there."""
         with self._lock:
-            if not self._leads(()):
+            if not self.leads(()):
                 return 0
             gone = [Record(DELETED, key, held) for key in keys if (held := self._index.pop(key))]
             if gone:
@@ -1009,7 +1010,7 @@ class DiskStore:
             Refused: "busy": a slot is still being read after `wait_s`.
         """
         with self._lock:
-            if not self._leads(()):
+            if not self.leads(()):
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.path))
         with self._tidying, self._lock:
             if not self._unpinned.wait_for(lambda: not self._slabs.doomed, wait_s):
@@ -1029,7 +1030,7 @@ class DiskStore:
             return False
         try:
             with self._lock:
-                if self._journal is None or not self._leads():
+                if self._journal is None or not self.leads():
                     return False
                 with contextlib.suppress(OSError):
                     self._compact(self._garbage // 4)
@@ -1072,7 +1073,7 @@ class DiskStore:
             OSError: It cannot: directory, journal or slab files were removed or replaced.
         """
         with self._lock:
-            self._leads(())
+            self.leads(())
             self.refresh()
             if self._robbed or not self._slabs.intact():
                 raise OSError(errno.ESTALE, "its slab files were removed or replaced")
@@ -1087,7 +1088,7 @@ class DiskStore:
             pass
         with self._lock:
             if self._journal is not None:
-                if self._leads():
+                if self.leads():
                     with contextlib.suppress(OSError):
                         self._journal.repair()
                     self._note_bound()
@@ -1113,13 +1114,13 @@ class DiskStore:
         return bound or self.home.in_use(namespace)
 
     def _note_bound(self) -> None:
-        if self._bound and self._leads():
+        if self._bound and self.leads():
             with contextlib.suppress(OSError):  # a full disk: their frames may be evicted too early
                 self.home.name(self._bound)
 
     # --- ownership of the directory --------------------------------------------------------------
 
-    def _leads(self, sizes: Iterable[int] | None = None) -> bool:
+    def leads(self, sizes: Iterable[int] | None = None) -> bool:
         """Return whether this object may write: lock, journal and slab files are still in place.
 
         Otherwise it is a reader from then on, which may become the owner again as any reader may.
@@ -1127,14 +1128,15 @@ class DiskStore:
         Args:
             sizes: Sizes of the slab files to look at; None looks at the lock alone.
         """
-        journal = self._journal
-        if self.owner and journal is not None:
-            there = self.home.holds()
-            if there and sizes is not None:
-                there = not journal.replaced() and all(map(self._slabs.there, sizes))
-            if not there:
-                self._yield()
-        return self.owner
+        with self._lock:
+            journal = self._journal
+            if self.owner and journal is not None:
+                there = self.home.holds()
+                if there and sizes is not None:
+                    there = not journal.replaced() and all(map(self._slabs.there, sizes))
+                if not there:
+                    self._yield()
+            return self.owner
 
     @property
     def _quiet(self) -> bool:
@@ -1149,7 +1151,7 @@ class DiskStore:
         """
         end_s = time.monotonic() + wait_s
         with self._lock:
-            if self._journal is not None and self._leads():
+            if self._journal is not None and self.leads():
                 with contextlib.suppress(OSError):
                     self._journal.repair()
                 self._yield()

@@ -436,9 +436,8 @@ class DiskScheduler:
         self._queue.shutdown()
         if self._thread is not None:
             self._thread.join(timeout_s)
-            alive = self._thread.is_alive()
             self._stopping = True
-            return not alive
+            return not self._thread.is_alive()
         while self.step(0.0):
             pass
         return not self._flights
@@ -470,9 +469,7 @@ class DiskScheduler:
             self._give_up(self._queue.given_up())
             begun = self._begin()
             done = self._collect(0.0 if begun else wait_s)
-            if begun or done:
-                return True
-        return not self._flights and self._store.tidy()
+        return begun or done or (not self._flights and self._store.tidy())
 
     @property
     def busy(self) -> bool:
@@ -524,15 +521,19 @@ class DiskScheduler:
         self, stores: bool, begun: list[Flight] | list[Operations], *, alone: bool = True
     ) -> int:
         """Begin waiting items of one kind; return how many were begun or answered."""
-        begin = self._begin_store if stores else self._begin_load
-        most = AT_ONCE if stores or not self._flights else 4 * AT_ONCE  # an idle disk starts soon
+        begin, n_bytes = self._begin_store if stores else self._begin_load, 0
+        most = 4 * AT_ONCE if self._flights else AT_ONCE  # an idle disk starts soon
         for tried in range(most):
-            item = self._queue.begin(stores=stores)
+            # Loads wait while stores are sealed.
+            full = stores and tried >= AT_ONCE and n_bytes >= 2 * TOGETHER_BYTES
+            item = None if full else self._queue.begin(stores=stores)
             if item is None:
-                if stores:
-                    self._hungry = 0
+                self._hungry *= not stores
                 return tried
+            n_bytes += item.n_bytes
             try:
+                if stores and not tried:
+                    self._store.leads()  # once a batch: each look takes 15 us and Python's lock
                 flight = begin(item, alone=alone and not self._flights and not begun)
             except NoRoom:
                 self._queue.put_back(item)
@@ -743,8 +744,7 @@ class DiskScheduler:
 
         `sizes` are those of header and frame.
         """
-        (start, n_bytes), slot = sizes, held.slot
-        fd = self._store.fd(slot)
+        (start, n_bytes), slot, fd = sizes, held.slot, self._store.fd(held.slot)
         # No bytes of an earlier frame survive behind a shorter one.
         length = slot.n_bytes if stale else aligned(n_bytes)
         zeros_at, rest = n_bytes if body is None else start, length - n_bytes
@@ -787,8 +787,8 @@ class DiskScheduler:
         Raises:
             NoRoom: There is none now.
         """
-        most_bytes = int(self._arena.n_bytes * _SHARE[stores])
-        if not alone and self._used_bytes[stores] + n_bytes > most_bytes:
+        used_bytes = self._used_bytes[stores] + n_bytes
+        if not alone and used_bytes > self._arena.n_bytes * _SHARE[stores]:
             raise NoRoom
         memory = self._arena.acquire(n_bytes)
         if memory is None and alone:  # the odd frame that does not fit into the arena
@@ -832,8 +832,7 @@ class DiskScheduler:
                             one.error = one.error or flight.error
                 self._finish_stores(flight.group, flight.error)
                 self._commit([])
-        for one in stripes:
-            self._finish_stripes(one)
+        self._finish_stripes(stripes)
         try:
             if read:
                 self._submit(self._finish_loads(read))
@@ -868,17 +867,23 @@ class DiskScheduler:
         self._drop_loads(flight for flight in flights if flight not in more)
         return more
 
-    def _finish_stripes(self, stripes: Stripes) -> None:
-        """Answer the loads that were read and verified; all others begin anew, each by itself."""
-        targets = self._queue.claim_all(stripes.items)
-        both, came = zip(stripes.group, targets, strict=True), not (stripes.error or stripes.short)
-        parts = [part for part, target in both if came and target is not None]
+    def _finish_stripes(self, groups: Sequence[Stripes]) -> None:
+        """Answer the loads that were read and verified; all others begin anew, each by itself.
+
+        One compiled call checks all: behind each, a busy interpreter keeps its lock for 5 ms.
+        """
+        parts = list[Flight]()
+        for one in groups:
+            both = zip(one.group, self._queue.claim_all(one.items), strict=True)
+            if not (one.error or one.short):
+                parts += [part for part, target in both if target is not None]
         with suppress(Exception):  # any error shows again when each load begins by itself
             ends = zip(parts, open_all(self._envelope, parts), strict=True)
             self._queue.answer_all([part.hit for part, reason in ends if not reason])
-        self._put_back([item for item in stripes.items if item.done is None], forget=True)
-        self._free(stripes.memory, _LOADS)
-        self._store.unpin([part.held.slot for part in stripes.group])
+        for one in reversed(groups):
+            self._put_back([item for item in one.items if item.done is None], forget=True)
+            self._free(one.memory, _LOADS)
+            self._store.unpin([part.held.slot for part in one.group])
 
     def _drop_loads(self, flights: Iterable[Flight]) -> None:
         """Free the memory and the slots of loads; a second call does nothing."""
@@ -1004,8 +1009,7 @@ class DiskScheduler:
         """Count the bytes of items answered early, and cancel their operations in the engine."""
         tags: list[int] = []
         for item in items:
-            flight = item.flight
-            if flight is not None:
+            if (flight := item.flight) is not None:
                 if not flight.late:
                     flight.late = True
                     left = map(self._flights.get, flight.tags)
