@@ -81,10 +81,6 @@ def open_tier(
         MissingDependencyError: The tier needs an extra that is not installed.
         StoreError: The directory, or the engine, cannot be used.
     """
-    # imported here, because it imports numba
-    from flowkv.compiled.digest import compile_digest
-
-    compile_digest()
     common: dict[str, Any] = {"name": name, "envelope": envelope, "clock": clock}
     if kind in REMOTE_KINDS:
         module, tier = _REMOTE[kind]
@@ -103,8 +99,6 @@ def open_tier(
         from flowkv.tiers.shared import SharedTier
 
         return SharedTier(path, capacity_bytes, clock=clock)
-    from flowkv.tiers.digest import compile_frames
     from flowkv.tiers.host import HostTier
 
-    compile_frames()  # threads copy and digest in one pass
     return HostTier(capacity_bytes, name=name or "host", clock=clock)

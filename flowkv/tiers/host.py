@@ -140,6 +140,9 @@ class HostTier(Handle):
     ) -> None:
         if capacity_bytes < 1:
             raise ConfigError(f"a host tier has {capacity_bytes} bytes", "Give it a few pages")
+        from flowkv.tiers.digest import compile_frames
+
+        compile_frames()  # threads copy and digest in one pass
         super().__init__(name, Completions())
         self._clock = clock or SystemClock()
         self.capacity_bytes, self.corrupt = capacity_bytes, 0

@@ -91,6 +91,8 @@ class Completions:
 class Handle:
     """Base of tiers: their answers, for the process that opened them, until they are closed.
 
+    Compiled code makes all digests from then on: numpy takes thirty times as long.
+
     Args:
         name: Shown in statistics.
         answers: The answers, until they are polled.
@@ -99,6 +101,9 @@ class Handle:
     _remedy = "Open another one, here"
 
     def __init__(self, name: str, answers: Completions) -> None:
+        from flowkv.compiled.digest import compile_digest  # imports numba
+
+        compile_digest()
         self.name, self._answers = name, answers
         self._closed, self._pid = False, os.getpid()
 

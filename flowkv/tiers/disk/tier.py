@@ -1135,12 +1135,9 @@ class DiskTier(Handle):
                 own = arena = Arena(min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
             if engine is None:
                 engine = open_engine(arena, str(self._store.path))
-                if engine.name != "threads":  # else no compiled code is used here
-                    from flowkv.compiled.digest import compile_digest
-                    from flowkv.tiers.digest import compile_frames
+                from flowkv.tiers.digest import compile_frames
 
-                    compile_digest()
-                    compile_frames()  # so that the first restore does not wait for it
+                compile_frames()  # so that the first restore does not wait for it
             self._store.open(engine.open)
             self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
         except BaseException as error:
