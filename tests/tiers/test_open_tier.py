@@ -62,7 +62,7 @@ def test_tiers_digest_by_compiled_code(
         case "host":
             HostTier(MIB).close()
         case "shared":
-            SharedTier(f"digest-{os.getpid()}", MIB).close()
+            SharedTier("digest", MIB, directory=tmp_path).close()
         case "disk":
             DiskTier(tmp_path, MIB).close()
         case _:
