@@ -124,7 +124,7 @@ def asked(place: str, tokens: int) -> None:
 
 def test_another_process_reads_what_is_left(tmp_path: Any) -> None:
     code = "import sys; from tests.hooks.test_repetition import asked; "
-    for tokens in (140, 280):  # both start anew: tests before this one change names, unexplained
+    for tokens in (140, 280):  # both anew: behind other tests 140 were found twice, unexplained
         command = [sys.executable, "-c", f"{code}asked(sys.argv[1], {tokens})"]
         subprocess.run([*command, f"{tmp_path}/kv:64MiB"], check=True)
 
