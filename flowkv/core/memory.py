@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
+import threading
 from collections.abc import Iterable
 from itertools import repeat
 from operator import attrgetter, itemgetter
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 HUGE_BYTES = 2 << 20
 
@@ -57,6 +61,18 @@ def populate(address: int, n_bytes: int) -> None:
     for at in range(address, stop, _TOUCH_BYTES):
         if advise(at, min(_TOUCH_BYTES, stop - at), _POPULATE_WRITE):
             return  # an older system, or no memory is left
+
+
+class Scratch(threading.local):
+    """Memory of a thread for results that do not last: new memory would cost as much as its use."""
+
+    def array(self, name: str, dtype: Any, *shape: int) -> NDArray[Any]:
+        """Return memory with undefined content, the same for each call with this name."""
+        size, own = math.prod(shape), getattr(self, name, None)
+        if own is None or own.size < size:
+            own = np.empty(size, dtype)
+            setattr(self, name, own)
+        return own[:size].reshape(shape)
 
 
 def address_of(view: memoryview) -> int:

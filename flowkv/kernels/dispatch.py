@@ -832,9 +832,8 @@ def check_scoring(how: Scoring, q: torch.Tensor, pages: Pages, batch: Ragged) ->
                 f"{name} are {tuple(logits.shape)} on {logits.device}",
                 f"Pass one number per query head, [{heads}] on {q.device}",
             )
-    if (how.window is not None and how.window < 1) or (
-        how.softcap is not None and how.softcap <= 0
-    ):
+    empty = how.window is not None and how.window < 1
+    if empty or (how.softcap is not None and how.softcap <= 0):
         raise GeometryError(
             f"window={how.window}, softcap={how.softcap}",
             "Pass positive values, or None for neither",

@@ -454,9 +454,7 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
     """
     size, rows = pages.layout.page_size, len(batch.rows)
     views = page_views(pages)
-    dense = tuple(
-        x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in views
-    )  # zeros where no page is present
+    dense = tuple(x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in views)
     for b, (ids, length, _) in enumerate(spans(batch)):
         start = max(0, length - columns)  # first token that has a column
         for p in range(start // size, -(-length // size)):
@@ -472,11 +470,7 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
 
 
 def move_pages(
-    source: Side,
-    target: Side | None,
-    count: int,
-    granules: int,
-    digests: torch.Tensor | None = None,
+    source: Side, target: Side | None, count: int, granules: int, digests: torch.Tensor | None
 ) -> None:
     """Copy pages, digest their stripes, or both; see `dispatch.move_pages`."""
     pages = _pages_at(source, count, granules)

@@ -216,11 +216,8 @@ def finish(coded, shape, out, place, own, turn):  # type: ignore[no-untyped-def]
             at, to = ((first + layer) * heads + head) * dim, begin + layer * deep + head * wide
             units = scale[at : at + dim]
             for token in range(page * tokens, (page + 1) * tokens):
-                x, y, row = (
-                    base[token, at : at + dim],
-                    sums[token, at : at + dim],
-                    out[to : to + dim],
-                )
+                x, y = base[token, at : at + dim], sums[token, at : at + dim]
+                row = out[to : to + dim]
                 for n in range(dim):
                     row[n] = x[n] + units[n] * np.float32(y[n])
                 to += dim
@@ -374,10 +371,10 @@ class BasisChunk:
             second.copy_(low.float() @ self.fine.float())
 
 
-class Basis:
+class Basis(NamedTuple):
     """Bases of all chunks of one layer group's pages, with the tables of their coefficients.
 
-    Args:
+    Attributes:
         layout: Fingerprint of the raw pages.
         step: Step of the quantiser.
         turns: Rotations of keys.
@@ -386,42 +383,24 @@ class Basis:
         measured: What was measured at calibration: bits, kl and more.
     """
 
-    def __init__(
-        self,
-        layout: bytes,
-        step: float,
-        turns: KeyTurns,
-        chunks: list[BasisChunk],
-        tables: SymbolTables,
-        measured: dict[str, float],
-    ) -> None:
-        self.layout, self.step, self.turns = layout, step, turns
-        self.chunks, self.tables, self.measured = chunks, tables, measured
+    layout: bytes
+    step: float
+    turns: KeyTurns
+    chunks: list[BasisChunk]
+    tables: SymbolTables
+    measured: dict[str, float]
 
     def pack(self) -> bytes:
         """Return the bytes that `unpack` reads."""
-        stored = _StoredBasis(
-            2,
-            self.layout,
-            self.step,
-            [(turn.inv_freq.tobytes(), turn.interleaved, turn.start) for turn in self.turns.turns],
-            self.turns.of_layer,
-            self.tables.frequencies.tobytes(),
-            [
-                _StoredChunk(
-                    chunk.axes,
-                    chunk.mean.numpy().tobytes(),
-                    chunk.metric.tobytes(),
-                    chunk.coarse.numpy().tobytes(),
-                    chunk.fine.numpy().tobytes(),
-                    chunk.classes.tobytes(),
-                    chunk.scale.tobytes(),
-                )
-                for chunk in self.chunks
-            ],
-            self.measured,
-        )
-        return msgspec.msgpack.encode(stored)
+        turns = [(turn.inv_freq.tobytes(), *turn[1:]) for turn in self.turns.turns]
+        names = _StoredChunk.__struct_fields__[1:]
+        chunks = [
+            _StoredChunk(one.axes, *(np.asarray(getattr(one, name)).tobytes() for name in names))
+            for one in self.chunks
+        ]
+        frequencies = self.tables.frequencies.tobytes()
+        parts = turns, self.turns.of_layer, frequencies, chunks, self.measured
+        return msgspec.msgpack.encode(_StoredBasis(2, self.layout, self.step, *parts))
 
     @classmethod
     def unpack(cls, data: bytes, layout: PageLayout) -> Basis:

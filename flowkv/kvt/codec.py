@@ -4,17 +4,15 @@
     head   = magic 4s | basis 16s | bytes of the basis, page number u32 | 4 zeros
     chunk  = words u32 | literals u32 | whole tokens u32
 
-Tokens whose coefficients do not fit are stored whole, in 16 bits an element, as are the first four
-of a prompt: all later ones attend to them, and their keys and values are like no others.
+Tokens with coefficients that do not fit are stored whole, in 16 bits an element, as are the first
+four of a prompt: all later ones attend to them, and their keys and values are like no others.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import math
 import struct
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.geometry import PageLayout
+from flowkv.core.memory import Scratch
 from flowkv.kvt.basis import LEAST_DEVIATION, Basis, chunk_places, digest, finish, shape_of
 from flowkv.kvt.entropy import Array
 
@@ -30,7 +29,7 @@ MAGIC = b"KVT1"
 SINKS = 4
 """First tokens of a prompt that are stored whole."""
 MOST_TOKENS = 1 << 17
-"""Position before which pages are looked for whose place is not known."""
+"""Pages of unknown place are looked for before this position."""
 _OF_TOKEN = 4
 """A token may lose so many times what all may lose on average."""
 _HEAD, _CHUNK = struct.Struct("<4s16sII4x"), struct.Struct("<III")
@@ -38,19 +37,7 @@ _MOST, _MOST_COARSE = 127, 32767
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class _Scratch(threading.local):
-    """Memory of a thread that decodes: new memory would cost as much as what is done in it."""
-
-    def array(self, name: str, dtype: Any, *shape: int) -> Array:
-        """Return memory, which is the same one whenever it is asked for by this name."""
-        size, own = math.prod(shape), getattr(self, name, None)
-        if own is None or own.size < size:
-            own = np.empty(size, dtype)
-            setattr(self, name, own)
-        return own[:size].reshape(shape)
-
-
-_SCRATCH = _Scratch()
+_SCRATCH = Scratch()
 
 
 class PageHead(NamedTuple):
@@ -145,10 +132,10 @@ class PageCoder:
         return self.basis.turns.likeliest(keys, means, SINKS, size, max(1, MOST_TOKENS // size))
 
     def loss(self, body: memoryview, back: memoryview, page_no: int) -> float:
-        """Return what a page lost that came back; more than 1 is more than the basis is for.
+        """Return the loss of a page that was coded and decoded; bases are made for at most 1.
 
-        That is the price of its errors in parts of what it would be if all axes had the deviation
-        at which they are left out: on average, or a quarter of that of its worst token.
+        The loss is the price of the errors over their price if all axes had the deviation at which
+        they are left out: the average over tokens, or a quarter of the largest of one token.
 
         Args:
             body: The page.
@@ -254,7 +241,7 @@ class PageCoder:
                 strides = side.storage_offset(), *side.stride()[:2]
                 for turn in turns:
                     finish(coded, (page, *form), out, strides, *turn)
-                if self._dtype is torch.float16:  # what is near its end may come back beyond it
+                if self._dtype is torch.float16:  # values near its end may come back beyond it
                     side.clamp_(-65504.0, 65504.0)
                 if side is not view:
                     view.copy_(side)

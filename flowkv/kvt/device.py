@@ -11,13 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flowkv.compiled import compiling
+from flowkv.kvt.basis import KeyTurn
 from flowkv.kvt.codec import PageCoder
 from flowkv.kvt.entropy import SHIFTS
+
+if TYPE_CHECKING:
+    from flowkv.kernels.triton.kvt import BasisTables
 
 DEVICES = {"cuda"}
 """Types of devices that decode pages."""
@@ -49,6 +55,62 @@ class CodedPage(NamedTuple):
     done: Callable[..., object]
 
 
+def basis_tables(coder: PageCoder, device: torch.device) -> BasisTables:
+    """Return the basis of a coder on a device."""
+    from flowkv.kernels.triton.kvt import COARSE, FINE, BasisTables
+    from flowkv.kernels.triton.launch import padded
+
+    layout, chunks, turns = coder.layout, coder.basis.chunks, coder.basis.turns.turns
+    dims = layout.head_dim, layout.value_dim
+    room = padded(-(-max(dims) // 2))
+    pairs = [_pairs(turn, dims[0], room) for turn in turns]
+    pairs += [_pairs(None, dim, room) for dim in dims]
+    firsts = np.cumsum([0, *(len(chunk.mean) for chunk in chunks)]).tolist()
+    lines, tiles, axis = list[tuple[int, ...]](), list[tuple[int, ...]](), 0
+    for n, (place, chunk) in enumerate(zip(coder.places, chunks, strict=True)):
+        span, at = (place.layers.start, place.layers.stop), 0
+        lines.append((axis, len(chunk.classes), len(chunk.coarse), *span, len(chunk.mean)))
+        axis += len(chunk.classes)
+        for layer in range(*span):
+            turn = -1 if place.side else coder.basis.turns.of_layer[layer]
+            turned = 0 if turn < 0 else len(turns[turn].inv_freq)
+            kind = len(turns) + place.side if turn < 0 else turn
+            for head in range(place.heads.start, place.heads.stop):
+                tiles.append((n, place.side, layer, head, firsts[n] + at, at, kind, turned))
+                at += dims[place.side]
+    kinds = np.concatenate([chunk.classes for chunk in chunks]).astype(np.int32)
+    codes = kinds | SHIFTS[kinds].astype(np.int32) << 8
+    integers = coder.basis.tables.slots.view(np.int32).ravel(), codes, lines, tiles, pairs
+    there = [torch.from_numpy(np.array(one, np.int32)).to(device) for one in integers]
+    for name, unit in (("coarse", COARSE), ("fine", FINE)):
+        blocks = [getattr(chunk, name) for chunk in chunks]
+        width = -(-max(1, *map(len, blocks)) // unit) * unit
+        there.append(torch.zeros(firsts[-1], width, dtype=blocks[0].dtype, device=device))
+        for block, first in zip(blocks, firsts, strict=False):
+            there[-1][first : first + block.shape[1], : len(block)] = block.T.to(device)
+    there.append(torch.cat([chunk.mean for chunk in chunks]).to(device))
+    there.append(torch.from_numpy(np.concatenate([chunk.scale for chunk in chunks])).to(device))
+    speeds = np.zeros((len(turns), room))
+    for n, one in enumerate(turns):
+        speeds[n, : len(one.inv_freq)] = one.inv_freq
+    return BasisTables._make((*there, torch.from_numpy(speeds).to(device)))
+
+
+def _pairs(turn: KeyTurn | None, dim: int, room: int) -> NDArray[np.int64]:
+    """Return two dims of each pair `[2, room]`, those that a turn mixes first; -1 for none."""
+    found, rest = np.full((2, room), -1), np.arange(dim)
+    half = 0 if turn is None else len(turn.inv_freq)
+    if turn is not None:
+        one, two = (2, 1) if turn.interleaved else (1, half)
+        found[0, :half] = turn.start + one * np.arange(half)
+        found[1, :half] = found[0, :half] + two
+        rest = np.setdiff1d(rest, found[:, :half])
+    near = -(-len(rest) // 2)
+    found[0, half : half + near] = rest[:near]
+    found[1, half : half + len(rest) - near] = rest[near:]
+    return found
+
+
 class DeviceDecoder:
     """A basis in the memory of a device, which decodes pages there.
 
@@ -60,11 +122,10 @@ class DeviceDecoder:
     def __init__(self, coder: PageCoder, device: torch.device) -> None:
         from flowkv.kernels.triton import kvt  # imports Triton
 
-        self._kernels, self._layout, basis = kvt, coder.layout, coder.basis
+        self._kernels, self._layout = kvt, coder.layout
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with self._on_stream():
-            own = coder.layout, coder.places, basis.chunks, basis.turns.turns, basis.turns.of_layer
-            self._basis = kvt.basis_tables(*own, basis.tables.slots, SHIFTS, device)
+            self._basis = basis_tables(coder, device)
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:

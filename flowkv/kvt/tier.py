@@ -1,7 +1,7 @@
 """A tier that stores raw pages in coded form, over any other tier.
 
 A page is coded in a thread behind its store, and decoded in a thread behind its load, straight into
-the target. Whatever is not a raw page with a basis passes through. Frames of the inner tier are
+the target. All but raw pages with a basis pass through. Frames of the inner tier are
 opaque, so its checks, encryption, journal and erasure cover coded pages like all others.
 
 Bases lie in the same tier, each in a frame under its own name, so that pages of an earlier basis,
@@ -63,8 +63,8 @@ RECENT_BYTES = 32 << 20
 EARLIER = 3
 """Earlier bases of each layer group that stay, so that their pages stay readable."""
 MOST_AUDITED = 0.02
-"""Largest divergence of a basis whose pages are audited: at larger ones sound pages differ from
-computed ones by as much as their size."""
+"""Largest divergence of a basis with audited pages: at larger ones sound pages differ from computed
+ones by as much as their size."""
 ENOUGH_SEEN, MOST_SEEN = 1 << 14, 1 << 15
 """Tokens of prompts from which `cold="kvt:auto"` learns, and most that are kept to learn from."""
 MOST_DECODED = 1 << 14
@@ -244,7 +244,7 @@ class PageBases:
             self._recent_bytes = 0
 
     def measured(self) -> dict[str, Any]:
-        """Return what is coded, and what the bases in use were measured to cost."""
+        """Return totals of coded pages, and the measured costs of the bases in use."""
         measured = next((one.basis.measured for one in self.current.values()), {})
         with self._lock:
             return {"groups": len(self.current), **measured, **self._counts}

@@ -378,9 +378,8 @@ class StreamedWeights:
         size = _settle(passing, self._budget - self._small.n_bytes, slots)
         size = -(-size // ALIGNMENT) * ALIGNMENT
         passed = own_memory(slots * size)  # in one piece, which gets more huge pages
-        self._slots = [
-            _Buffer(passed[i * size : (i + 1) * size]) for i in range(slots if size else 0)
-        ]
+        starts = range(0, slots * size, max(size, 1))
+        self._slots = [_Buffer(passed[at : at + size]) for at in starts]
         self._order, self._units, self._units_of = order, units, units_of
         self._sequence, self._at, self._last = sequence, -1, None
 

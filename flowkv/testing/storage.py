@@ -205,9 +205,8 @@ class Model:
             assert answer.outcome is Outcome.MISS or answer.reason, "a failure says why"
             return
         else:
-            excused = answer.outcome is Outcome.FAILED and (
-                answer.reason == "deadline" or (answer.reason == "cancelled" and request.cancelled)
-            )
+            reasons = ("deadline", "cancelled") if request.cancelled else ("deadline",)
+            excused = answer.outcome is Outcome.FAILED and answer.reason in reasons
             assert agree or excused, f"{_short(answer)} does not fit the stored frame"
             if excused:
                 return
@@ -241,9 +240,8 @@ def agrees(state: Frame | None, request: Load, answer: TierAnswer) -> bool:
     """Return whether a load may be answered like this if `state` is stored."""
     said = answer.outcome, answer.reason
     if state is None:
-        return said == (Outcome.MISS, "") or (
-            request.target.readonly and said == (Outcome.FAILED, "target")
-        )
+        unfit = request.target.readonly and said == (Outcome.FAILED, "target")
+        return unfit or said == (Outcome.MISS, "")
     problems = state.problems(request)
     if problems or answer.outcome is not Outcome.HIT:
         return said in problems

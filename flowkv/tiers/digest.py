@@ -36,15 +36,8 @@ from flowkv.tiers.frame import DIGEST_BYTES, DIGESTED_FROM, FIXED_BYTES, MAGIC, 
 #
 # The caller has claimed all items: a target is undefined where the reason is not 0.
 
-CHECK = np.dtype(
-    [
-        (name, "<u8")
-        for name in (
-            *("header", "header_bytes", "data", "data_bytes", "target", "step"),
-            *("all", "first", "stripes", "known"),
-        )
-    ]
-)
+_FIELDS = "header header_bytes data data_bytes target step all first stripes known"
+CHECK = np.dtype([(name, "<u8") for name in _FIELDS.split()])
 """Row of one frame: address of its header and readable bytes there; address of the first requested
 stripe (0 to check the header alone) and readable bytes there; address of the target, which may be
 `data` itself, or 0 to copy nothing; bytes of a stripe, stripes of the frame, first requested stripe
@@ -226,9 +219,7 @@ def check_known(rows: Sequence[tuple[int, ...]]) -> list[int]:
 
 # Seal many plain frames: copy and digest their bodies in the same pass.
 
-SEAL = np.dtype(
-    [(name, "<u8") for name in ("header", "header_bytes", "body", "data", "step", "stripes")]
-)
+SEAL = np.dtype([(name, "<u8") for name in "header header_bytes body data step stripes".split()])
 """Row of one frame: address and length of its header, with zeros for the digests; address of the
 body, and address of the copy, which may be the body itself."""
 

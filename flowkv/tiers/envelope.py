@@ -29,9 +29,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import xxhash
 
 from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.memory import Scratch
 from flowkv.tiers.base import FrameInfo
 from flowkv.tiers.frame import (
     AES_256_GCM,
@@ -79,6 +81,7 @@ with contextlib.suppress(ImportError):  # the extra aead: without it no `Keyring
 LEAST_SECRET_BYTES = 16
 _KEY_BYTES = 32
 _TENANTS = 1024  # tenant keys remembered
+_SCRATCH = Scratch()
 _WHERE = "/etc/machine-id", "/proc/sys/kernel/random/boot_id", "/proc/self/stat"
 """Files that identify the machine, its start, and the process with its start time."""
 
@@ -369,7 +372,7 @@ class Envelope:
         for n, (number, offset, size) in enumerate(_extents(header, stripes)):
             out, piece = target[n * step : (n + 1) * step], stored[offset:]
             if cipher is not None:
-                plain = out if size == step else self._scratch_of(size)
+                plain = out if size == step else _SCRATCH.array("plain", np.uint8, size).data
                 tag = tags[n * DIGEST_BYTES : (n + 1) * DIGEST_BYTES]
                 cipher.open_stripes(range(number, number + 1), piece, size, tag, plain)
                 piece = plain
@@ -401,12 +404,6 @@ class Envelope:
         if last is not None and last[0] is header:
             return last[1]
         return FrameCipher(self._keyring, fixed_fields(header))
-
-    def _scratch_of(self, n_bytes: int) -> memoryview:
-        held: bytearray | None = getattr(self._thread, "held", None)
-        if held is None or len(held) < n_bytes:
-            held = self._thread.held = bytearray(n_bytes)
-        return memoryview(held)[:n_bytes]
 
 
 def _extents(header: Header, stripes: range) -> Iterator[tuple[int, int, int]]:

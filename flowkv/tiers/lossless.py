@@ -29,6 +29,7 @@ from flowkv.compiled import compiling
 from flowkv.compiled.machine_code import kept
 from flowkv.core.clock import Clock
 from flowkv.core.geometry import CODECS
+from flowkv.core.memory import Scratch
 from flowkv.tiers.base import FrameInfo
 from flowkv.tiers.frame import BadFrame, Buffer, aligned
 
@@ -192,7 +193,7 @@ def unpack_stripe(stored: Buffer, target: memoryview) -> None:
     high, low = _HEAD.unpack_from(view)
     if not (0 < high <= half and 0 < low <= half and _HEAD.size + high + low == len(view)):
         raise BadFrame("digest", f"planes of {high} and {low} bytes in {len(view)}")
-    scratch, middle = _scratch(2, half), _HEAD.size + high
+    scratch, middle = _SCRATCH.array("planes", np.uint8, 2, half), _HEAD.size + high
     planes = (_inflate(view[_HEAD.size : middle], scratch[0]), _inflate(view[middle:], scratch[1]))
     _join(*planes, np.frombuffer(target, np.uint8))
 
@@ -234,7 +235,7 @@ def _pack(body: memoryview, step: int, seen: Measure, *, low: bool) -> Compresse
 
 
 def _pack_stripe(stripe: memoryview, seen: Measure, *, low: bool) -> list[Buffer]:
-    half, planes = len(stripe) // 2, _scratch(2, len(stripe) // 2)
+    half, planes = len(stripe) // 2, _SCRATCH.array("planes", np.uint8, 2, len(stripe) // 2)
     _split(np.frombuffer(stripe, np.uint8), planes[0], planes[1])
     parts: list[Buffer] = []
     for plane, tried in zip(planes, (True, low), strict=True):
@@ -252,16 +253,9 @@ class _Zstd(threading.local):
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
         self.decompressor = zstandard.ZstdDecompressor()
-        self.planes = np.empty(0, np.uint8)
 
 
-_thread = _Zstd()
-
-
-def _scratch(planes: int, n_bytes: int) -> NDArray[np.uint8]:
-    if _thread.planes.size < planes * n_bytes:
-        _thread.planes = np.empty(planes * n_bytes, np.uint8)
-    return _thread.planes[: planes * n_bytes].reshape(planes, n_bytes)
+_thread, _SCRATCH = _Zstd(), Scratch()
 
 
 @kept(nogil=True)

@@ -340,9 +340,8 @@ def block_of(lanes: int, rows: int, kind: int, adds: bool):
         a, a_stride = cgutils.unpack_tuple(builder, a)
         b, b_stride, there = cgutils.unpack_tuple(builder, b)
         out, out_stride = cgutils.unpack_tuple(builder, out)
-        multiply = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(floats, [floats] * 3), f"llvm.fmuladd.v{lanes}f32"
-        )
+        signature, name = ir.FunctionType(floats, [floats] * 3), f"llvm.fmuladd.v{lanes}f32"
+        multiply = cgutils.get_or_insert_function(builder.module, signature, name)
         zero = ir.Constant(floats, [0.0] * lanes)
         sums = [cgutils.alloca_once_value(builder, zero) for _ in range(lanes)]
         for total in sums:
@@ -375,9 +374,8 @@ def block_of(lanes: int, rows: int, kind: int, adds: bool):
             spread = builder.insert_element(ir.Constant(part, ir.Undefined), constant, _I32(0))
             spread = builder.shuffle_vector(spread, spread, _mask([0] * columns))
             value = builder.fadd(value, spread)
-            to = builder.bitcast(
-                builder.gep(out, [builder.mul(_I64(r), out_stride)]), part.as_pointer()
-            )
+            to = builder.gep(out, [builder.mul(_I64(r), out_stride)])
+            to = builder.bitcast(to, part.as_pointer())
             if adds:
                 old = builder.load(to)
                 old.align = 4
@@ -644,10 +642,8 @@ def mix_sealed(a, codec, runs, count, s, codes, o):
     for r in range(count):
         total = ZERO
         for part in range(planes):
-            p, to = (
-                ahead(s, r * padded(size) + part * tokens),
-                ahead(w, (r * planes + part) * plane),
-            )
+            p = ahead(s, r * padded(size) + part * tokens)
+            to = ahead(w, (r * planes + part) * plane)
             factor = ahead(scales, part * tokens)
             for t in range(tokens):
                 x = p[t] * widen(factor[t])

@@ -41,26 +41,10 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
         number, stripe, *offsets = _offsets(form)
         forms[number] = number, address(pages.arena) + pages.layer * stripe, *offsets
     block = 8 * layout.page_size
-    a = np.array(
-        [
-            address(k),
-            address(v),
-            address(batch.table),
-            address(batch.rows),
-            address(batch.lengths),
-            rows,
-            heads,
-            layout.page_size,
-            layout.head_dim,
-            layout.stored_value_dim,
-            k.element_size(),
-            batch.table.stride(0),
-            columns,
-            block,
-            -(-columns // block),
-            *forms.ravel().tolist(),
-        ],
-        dtype=np.int64,
+    a = operands(
+        *(k, v, *batch[:3], rows, heads),
+        *(layout.page_size, layout.head_dim, layout.stored_value_dim, k.element_size()),
+        *(batch.table.stride(0), columns, block, -(-columns // block), *forms.ravel().tolist()),
     )
     n_bytes = (DECODING if pages.sealed else 1) * (k.nbytes + v.nbytes)
     run(entries.gather_dense, n_bytes, a, (LIKE[dtype], TOP[dtype]))
@@ -179,9 +163,8 @@ def _blocked(
             s = torch.tanh_(s.div_(how.softcap)).mul_(how.softcap)
         s = s.unflatten(1, (group, j - i))
         if how.causal:
-            own, column = (
-                torch.arange(*x, device=s.device) for x in ((past + i, past + j), (low, high))
-            )
+            own = torch.arange(past + i, past + j, device=s.device)
+            column = torch.arange(low, high, device=s.device)
             _place(s, own, column, past, row)
         total = torch.logsumexp(s, 3)
         if how.sinks is not None:
@@ -214,10 +197,8 @@ def _place(
 def _weigh_pages(weights: torch.Tensor, row: RowPart, first: int) -> None:
     """Add the weights `[Hk, S]` of tokens from position `first` on to the mass of their pages."""
     assert row.how.mass is not None
-    page = (
-        torch.arange(first, first + weights.shape[1], device=weights.device) // row.layout.page_size
-    )
-    row.how.mass[row.number].index_add_(0, page, weights.T)
+    position = torch.arange(first, first + weights.shape[1], device=weights.device)
+    row.how.mass[row.number].index_add_(0, position // row.layout.page_size, weights.T)
 
 
 FEW_NEW = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 8}
@@ -276,35 +257,15 @@ class Call:
         if how.mass is not None:
             shares = np.empty(items * how.mass.shape[1] * 2 * most_rows, np.float32)
             a[fields.PAGES] = how.mass.shape[1]
-        a[fields.SINKS : fields.MASS + 1] = (
-            _address(how.sinks),
-            _address(how.alibi),
-            _address(how.tree),
-            _address(how.mass),
-        )
+        a[fields.SINKS : fields.MASS + 1] = operands(how.sinks, how.alibi, how.tree, how.mass)
         a[fields.SHARES], a[fields.SLOTS] = shares.ctypes.data, slots.ctypes.data
         a[fields.CHUNK], a[fields.PARTS] = chunk, parts
         factors = np.array([how.scale, how.softcap or 0.0], np.float32)
         a[fields.SCALE : fields.SOFTCAP + 1] = factors.view(np.int32)
-        a[fields.ARENA : fields.WORK] = (
-            address(pages.arena),
-            address(batch.table),
-            batch.table.stride(0),
-            address(batch.rows),
-            address(batch.lengths),
-            address(batch.starts),
-            rows,
-            group,
-            layout.kv_heads,
-            layout.head_dim,
-            layout.value_dim,
-            layout.value_stride,
-            size,
-            DTYPES[layout.dtype].itemsize,
-            window,
-            how.causal,
-            most,
-            most_rows,
+        a[fields.ARENA : fields.WORK] = operands(
+            *(pages.arena, batch.table, batch.table.stride(0), *batch[1:4], rows, group),
+            *(layout.kv_heads, layout.head_dim, layout.value_dim, layout.value_stride, size),
+            *(DTYPES[layout.dtype].itemsize, window, how.causal, most, most_rows),
         )
         for form in (layout, *pages.sealed):
             number, *offsets = _offsets(form)
@@ -331,10 +292,6 @@ class Call:
             left = self._operands[fields.PARTS] - self._operands[fields.DONE]
         if left:
             raise MemoryError("no memory for the scratch of attention")
-
-
-def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None else address(x)
 
 
 def few_new(layout: PageLayout, heads: int, dtype: torch.dtype, how: Scoring) -> int:
@@ -523,6 +480,12 @@ def address(x: torch.Tensor) -> int:
     return x.data_ptr()
 
 
+def operands(*values: torch.Tensor | float | None) -> np.ndarray:
+    """Return operands of compiled code: numbers, addresses of tensors, and 0 for None."""
+    numbers = [address(x) if isinstance(x, torch.Tensor) else x or 0 for x in values]
+    return np.array(numbers, np.int64)
+
+
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor if the elements of its last dimension are neighbours, else a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -543,26 +506,20 @@ def fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def move_pages(
-    source: Side,
-    target: Side | None,
-    count: int,
-    granules: int,
-    digests: torch.Tensor | None = None,
+    source: Side, target: Side | None, count: int, granules: int, digests: torch.Tensor | None
 ) -> None:
     """Copy pages, digest their stripes, or both; see `dispatch.move_pages`."""
     places = [
         None if x is None else x.contiguous() for x in (source.places, target and target.places)
     ]
+    a = target and target.data, places[1], source.data, places[0], count, granules * GRANULE_BYTES
     n_bytes = count * granules * GRANULE_BYTES
-    a = [_address(x) for x in (target and target.data, places[1], source.data, places[0])]
-    a += count, granules * GRANULE_BYTES
     if not count:
         return
     if digests is None:
-        run(entries.move_pages, n_bytes, np.array(a, np.int64))
+        run(entries.move_pages, n_bytes, operands(*a))
     else:
-        a += digests.shape[1], address(digests)
-        run(entries.digest_pages, n_bytes, np.array(a, np.int64))
+        run(entries.digest_pages, n_bytes, operands(*a, digests.shape[1], digests))
 
 
 def run(kernel, n_bytes: int, *operands: object) -> None:
@@ -577,8 +534,7 @@ def run(kernel, n_bytes: int, *operands: object) -> None:
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
     """Return two sums over each block; see `dispatch.checksum`."""
     sums = words.new_empty(-(-len(words) // block_words), 2, dtype=torch.int64)
-    a = np.array([address(words), len(words), block_words, address(sums)], np.int64)
-    run(entries.checksum, 8 * len(words), a)
+    run(entries.checksum, 8 * len(words), operands(words, len(words), block_words, sums))
     return sums
 
 
@@ -623,36 +579,18 @@ def append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
     """Return the operands that all layers of a step share; the others are left 0."""
     item = DTYPES[layout.dtype].itemsize
     a = np.zeros(19, np.int64)
-    a[3:15] = (
-        address(batch.table),
-        address(batch.rows),
-        address(batch.lengths),
-        address(batch.starts),
-        batch.rows.shape[0],
-        layout.kv_heads,
-        layout.page_size,
-        layout.head_dim * item,
-        layout.stored_value_dim * item,
-        layout.run_bytes,
-        layout.v_offset_bytes,
-        batch.table.stride(0),
+    a[3:15] = operands(
+        *(*batch[:4], batch.rows.shape[0], layout.kv_heads, layout.page_size),
+        *(layout.head_dim * item, layout.stored_value_dim * item),
+        *(layout.run_bytes, layout.v_offset_bytes, batch.table.stride(0)),
     )
     return a
 
 
 def rotary_operands(rope: Rotary, item_bytes: int) -> np.ndarray:
     """Return the addresses and sizes of `rope` as `cpu.bits` reads them."""
-    return np.array(
-        [
-            address(rope.cos),
-            address(rope.sin),
-            rope.cos.shape[1],
-            rope.start,
-            rope.interleaved,
-            item_bytes,
-        ],
-        np.int64,
-    )
+    pairs = rope.cos.shape[1]
+    return operands(rope.cos, rope.sin, pairs, rope.start, rope.interleaved, item_bytes)
 
 
 # The numba twins of the operations that rewrite pages: `drop_tokens` and `reposition`.
@@ -669,24 +607,10 @@ def drop_tokens(
     source, target, keep = source.contiguous(), target.contiguous(), keep.contiguous()
     kept, item = keep.shape[2], ITEMSIZE[layout.dtype]
     k_bytes, v_bytes = layout.head_dim * item, layout.stored_value_dim * item
-    a = np.array(
-        [
-            address(arena),
-            address(source),
-            address(target),
-            address(keep),
-            layout.layers,
-            layout.kv_heads,
-            layout.page_size,
-            kept,
-            target.shape[0],
-            k_bytes,
-            v_bytes,
-            layout.run_bytes,
-            layout.v_offset_bytes,
-            layout.stripe_stride_bytes,
-        ],
-        np.int64,
+    a = operands(
+        *(arena, source, target, keep),
+        *(layout.layers, layout.kv_heads, layout.page_size, kept, target.shape[0]),
+        *(k_bytes, v_bytes, layout.run_bytes, layout.v_offset_bytes, layout.stripe_stride_bytes),
     )
     run(entries.drop_tokens, keep.numel() * (k_bytes + v_bytes), a)
 
@@ -702,20 +626,10 @@ def reposition(
     """Rotate the keys of pages in place; see `dispatch.reposition`."""
     pages, turns = pages.contiguous(), turns.contiguous()
     item, layers = ITEMSIZE[layout.dtype], layout.layers if layer is None else 1
-    a = np.array(
-        [
-            address(arena) + (layer or 0) * layout.stripe_stride_bytes,
-            address(pages),
-            address(turns),
-            pages.shape[0],
-            layers,
-            layout.kv_heads,
-            layout.page_size,
-            layout.head_dim * item,
-            layout.run_bytes,
-            layout.stripe_stride_bytes,
-        ],
-        np.int64,
+    a = operands(
+        address(arena) + (layer or 0) * layout.stripe_stride_bytes,
+        *(pages, turns, pages.shape[0], layers, layout.kv_heads, layout.page_size),
+        *(layout.head_dim * item, layout.run_bytes, layout.stripe_stride_bytes),
     )
     turn, like = rotary_operands(rope, item), LIKE[DTYPES[layout.dtype]]
     n_bytes = 4 * pages.shape[0] * layers * layout.kv_heads * layout.page_size * rope.cos.shape[1]
@@ -738,14 +652,10 @@ def transcode(
     count, dtype = len(source), DTYPES[old.dtype]
     status = arena.new_empty(count, old.layers, dtype=torch.int32)
     source, target = source.contiguous(), target.contiguous()
-    a = np.array(
-        [
-            *(address(x) for x in (arena, source, target, status)),
-            *(count, old.layers, old.kv_heads, old.page_size, old.head_dim, old.value_dim),
-            *_offsets(old),
-            *_offsets(new),
-        ],
-        np.int64,
+    a = operands(
+        *(arena, source, target, status),
+        *(count, old.layers, old.kv_heads, old.page_size, old.head_dim, old.value_dim),
+        *(*_offsets(old), *_offsets(new)),
     )
     run(entries.recode, count * old.page_bytes, a, (LIKE[dtype], TOP[dtype]))
     return status

@@ -236,14 +236,13 @@ def paged_attention(
         ),
         ends=Ends(SINKS=sinks is not None, LSE=asks_lse),
     )
-    if layout.latent:
-        if tokens:
-            attend_latents(task)
-        return (out, lse) if return_lse and lse is not None else out
-    if tokens and few:
-        decode(task)
-    if tokens and batch.most_new > few:
-        prefill(task)
+    if tokens and layout.latent:
+        attend_latents(task)
+    elif tokens:
+        if few:
+            decode(task)
+        if batch.most_new > few:
+            prefill(task)
     return (out, lse) if return_lse and lse is not None else out
 
 
@@ -271,12 +270,7 @@ def merge(parts: Sequence[Partial]) -> Partial:
             launch(
                 merge_two,
                 (tokens * heads,),
-                o,
-                lse,
-                other.contiguous(),
-                other_lse.float().contiguous(),
-                out,
-                out_lse,
+                *(o, lse, other.contiguous(), other_lse.float().contiguous(), out, out_lse),
                 C=Constants(VALUE_DIM=dim, DV=padded(dim)),
                 num_warps=1,
             )

@@ -20,7 +20,7 @@ from flowkv.core.geometry import CODECS, GRANULE_BYTES, ITEMSIZE, PageLayout
 from flowkv.kernels.operands import Pages, Ragged
 from flowkv.kernels.triton.launch import Constants, coded, launch, padded, power, strides
 from flowkv.kernels.triton.task import PLACE, TAG, Task
-from flowkv.kernels.triton.tile import first_page, pick, row_of_item
+from flowkv.kernels.triton.tile import first_page, of_rows, pick, row_of_item
 
 # Tile operations of the Triton codecs: widen, rotate, quantise, bit for bit as the reference codec.
 #
@@ -550,7 +550,6 @@ def transcode(
             *(arena, arena.view(torch.float16), arena.view(dtype)),
             *(source.contiguous(), target.contiguous(), status, old.layers),
             C=constants,
-            num_warps=4,
             enable_fp_fusion=False,
         )
     return status
@@ -667,7 +666,6 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
             (triton.cdiv(columns, block), heads, rows),
             *(k, v, elements, *table),
             C=shape._replace(BLOCK=block, SEALED=bool(pages.sealed)),
-            num_warps=4,
         )
     for codec in pages.sealed if rows * columns else ():
         bits = codec.dtype == "bfloat16"  # as bits, rounded by hand: see `widen`
@@ -677,7 +675,6 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
             *((x.view(torch.int16) if bits else x) for x in (k, v)),
             *(pages.arena, pages.arena.view(torch.float16), *table),
             C=coding(codec),
-            num_warps=4,
             enable_fp_fusion=False,
         )
     return k, v
@@ -724,10 +721,7 @@ def unseal_kernel(p_out, p_bytes, p_halves, p_table, p_rows, p_lengths, p_starts
     """
     i_slot = tl.program_id(0) // 2
     i_page = i_slot % n_columns
-    o_row = tl.arange(0, OUT.ROWS)
-    m_row = o_row < n_rows
-    b_start = tl.load(p_starts + o_row, mask=m_row, other=0)
-    b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0) - b_start
+    b_new = of_rows(p_starts + 1, n_rows, OUT) - of_rows(p_starts, n_rows, OUT)
     i_row = row_of_item((b_new > OUT.FEW).to(tl.int32), i_slot // n_columns)
     if i_row >= n_rows:
         return
@@ -783,6 +777,5 @@ def _decode(task: Task, codec: PageLayout, spare: Spare, slots: int) -> None:
         *(task.pages.layer, task.rows, task.most_pages, spare.low),
         OUT=strides(raw)._replace(**task.batching._asdict()),
         C=coding(codec),
-        num_warps=4,
         enable_fp_fusion=False,
     )

@@ -109,14 +109,8 @@ def add_mass(task: Task, parts: torch.Tensor) -> None:
         launch(
             mass_few,
             (rows, -(-pages // BLOCK), heads),
-            parts,
-            task.batch.starts,
-            task.lse,
-            mass,
-            pages,
-            mass.stride(0),
+            *(parts, task.batch.starts, task.lse, mass, pages, mass.stride(0)),
             C=Constants(GROUP=task.group, FEW=task.few, COLUMNS=columns, MASS=tiles, BLOCK=BLOCK),
-            num_warps=4,
         )
 
 
@@ -310,9 +304,7 @@ def decode(task: Task) -> None:
     merge_parts(
         merge_few,
         task.rows * task.few,
-        task,
-        part,
-        part_lse,
+        *(task, part, part_lse),
         sum(share << i * BITS.value for i, share in enumerate(shares)),
         {**common, "LISTS": len(shares) if sealed else 0},
         task.batch.lengths if lists is None else lists.counts,
@@ -372,11 +364,10 @@ def _attend(task: Task, work: Work, shape: Constants, warps: int, shares: tuple[
     )
     first = (*task.operands, work.part, work.part_lse, *task.numbers)
     if lists is None:
-        scoring = (*task.softmax, task.how.alibi, task.how.tree, *work.mass)
         launch(
             attend_few,
             (shares[0], heads),
-            *(*first, *scoring),
+            *(*first, *task.softmax, task.how.alibi, task.how.tree, *work.mass),
             C=constants,
             num_warps=warps,
             **REGISTERS,

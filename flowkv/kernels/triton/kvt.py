@@ -10,7 +10,7 @@ raw elements. Streams are bound by latency, so that programs are small and many.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from flowkv.core.geometry import PageLayout
 from flowkv.kernels.operands import sent
 from flowkv.kernels.triton.codec import narrow, widen
-from flowkv.kernels.triton.launch import Constants, launch, padded, power, strides
+from flowkv.kernels.triton.launch import Constants, launch, power, strides
 
 LANES = 8
 """Streams of a program: with four states each, the threads of one warp."""
@@ -30,48 +30,6 @@ FINE, COARSE = 64, 16
 _ELEMENTS = 2048
 _FINE, _COARSE = tl.constexpr(FINE), tl.constexpr(COARSE)
 _PART, _PAGE, _CHUNK, _TILE = (tl.constexpr(n) for n in (4, 3, 6, 8))  # fields of each table
-
-
-class TurnLike(Protocol):
-    """A rotation of keys, see `kvt.basis.KeyTurn`."""
-
-    @property
-    def inv_freq(self) -> NDArray[np.float64]:
-        """Inverse frequencies."""
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether the dims of a pair are neighbours."""
-
-    @property
-    def start(self) -> int:
-        """First rotated dim."""
-
-
-class PlaceLike(Protocol):
-    """Elements of a chunk, see `kvt.basis.ChunkPlace`."""
-
-    @property
-    def side(self) -> int:
-        """0 for keys, 1 for values."""
-
-    @property
-    def layers(self) -> slice:
-        """Layers within the group."""
-
-    @property
-    def heads(self) -> slice:
-        """Heads of these layers."""
-
-
-class ChunkLike(Protocol):
-    """Transform of a chunk, see `kvt.basis.BasisChunk`."""
-
-    mean: torch.Tensor
-    coarse: torch.Tensor
-    fine: torch.Tensor
-    scale: NDArray[np.float32]
-    classes: NDArray[np.uint8]
 
 
 class CodedPart(NamedTuple):
@@ -337,9 +295,8 @@ def elements_kernel(p_out, p_data, p_parts, p_pages, p_chunks, p_tiles, p_pairs,
         b_xu = _whole(p_kept + 2 * j * n, b_xu, b_u, m_u, m_token, C)
         b_xv = _whole(p_kept + 2 * j * n, b_xv, b_v, m_v, m_token, C)
     if n_turned > 0:
-        o_angle = ((kind * tl.num_programs(1) + i_page) * C.PAGE + o_t)[:, None] * C.D + o_j[
-            None, :
-        ]
+        o_line = ((kind * tl.num_programs(1) + i_page) * C.PAGE + o_t) * C.D
+        o_angle = o_line[:, None] + o_j[None, :]
         m_turned = (o_j < n_turned)[None, :]
         b_cos = tl.load(p_cos + o_angle, mask=m_t[:, None], other=0.0)
         b_sin = tl.load(p_sin + o_angle, mask=m_t[:, None], other=0.0)
@@ -353,78 +310,6 @@ def elements_kernel(p_out, p_data, p_parts, p_pages, p_chunks, p_tiles, p_pairs,
     dtype: tl.constexpr = p_out.dtype.element_ty
     tl.store(p_to + b_u[None, :], narrow(b_xu, dtype, C.BF16), mask=m_t[:, None] & m_u[None, :])
     tl.store(p_to + b_v[None, :], narrow(b_xv, dtype, C.BF16), mask=m_t[:, None] & m_v[None, :])
-
-
-def basis_tables(
-    layout: PageLayout,
-    places: Sequence[PlaceLike],
-    chunks: Sequence[ChunkLike],
-    turns: Sequence[TurnLike],
-    turn_of: Sequence[int],
-    slots: NDArray[np.uint32],
-    shifts: NDArray[np.uint8],
-    device: torch.device,
-) -> BasisTables:
-    """Return a basis on a device.
-
-    Args:
-        layout: Layout of raw pages.
-        places: Places of the chunks.
-        chunks: Transforms of the chunks.
-        turns: Rotations of keys.
-        turn_of: Rotation of each layer; -1 for none.
-        slots: `SymbolTables.slots`.
-        shifts: Low bits of each class that are stored as they are.
-        device: The device.
-    """
-    dims = layout.head_dim, layout.value_dim
-    room = padded(-(-max(dims) // 2))
-    pairs = [_pairs(turn, dims[0], room) for turn in turns]
-    pairs += [_pairs(None, dim, room) for dim in dims]
-    firsts = np.cumsum([0, *(len(chunk.mean) for chunk in chunks)]).tolist()
-    lines, tiles, axis = list[tuple[int, ...]](), list[tuple[int, ...]](), 0
-    for n, (place, chunk) in enumerate(zip(places, chunks, strict=True)):
-        span, at = (place.layers.start, place.layers.stop), 0
-        lines.append((axis, len(chunk.classes), len(chunk.coarse), *span, len(chunk.mean)))
-        axis += len(chunk.classes)
-        for layer in range(*span):
-            turn = -1 if place.side else turn_of[layer]
-            turned = 0 if turn < 0 else len(turns[turn].inv_freq)
-            kind = len(turns) + place.side if turn < 0 else turn
-            for head in range(place.heads.start, place.heads.stop):
-                tiles.append((n, place.side, layer, head, firsts[n] + at, at, kind, turned))
-                at += dims[place.side]
-    kinds = np.concatenate([chunk.classes for chunk in chunks]).astype(np.int32)
-    codes = kinds | shifts[kinds].astype(np.int32) << 8
-    integers = slots.view(np.int32).ravel(), codes, lines, tiles, pairs
-    there = [torch.from_numpy(np.array(one, np.int32)).to(device) for one in integers]
-    for name, unit in (("coarse", COARSE), ("fine", FINE)):
-        blocks = [getattr(chunk, name) for chunk in chunks]
-        width = -(-max(1, *map(len, blocks)) // unit) * unit
-        there.append(torch.zeros(firsts[-1], width, dtype=blocks[0].dtype, device=device))
-        for block, first in zip(blocks, firsts, strict=False):
-            there[-1][first : first + block.shape[1], : len(block)] = block.T.to(device)
-    there.append(torch.cat([chunk.mean for chunk in chunks]).to(device))
-    there.append(torch.from_numpy(np.concatenate([chunk.scale for chunk in chunks])).to(device))
-    speeds = np.zeros((len(turns), room))
-    for n, one in enumerate(turns):
-        speeds[n, : len(one.inv_freq)] = one.inv_freq
-    return BasisTables._make((*there, torch.from_numpy(speeds).to(device)))
-
-
-def _pairs(turn: TurnLike | None, dim: int, room: int) -> NDArray[np.int64]:
-    """Return two dims of each pair `[2, room]`, those that a turn mixes first; -1 for none."""
-    found, rest = np.full((2, room), -1), np.arange(dim)
-    half = 0 if turn is None else len(turn.inv_freq)
-    if turn is not None:
-        one, two = (2, 1) if turn.interleaved else (1, half)
-        found[0, :half] = turn.start + one * np.arange(half)
-        found[1, :half] = found[0, :half] + two
-        rest = np.setdiff1d(rest, found[:, :half])
-    near = -(-len(rest) // 2)
-    found[0, half : half + near] = rest[:near]
-    found[1, half : half + len(rest) - near] = rest[near:]
-    return found
 
 
 def send_batch(basis: BasisTables, parts: Sequence[CodedPart], layout: PageLayout) -> CodedBatch:
@@ -488,7 +373,6 @@ def write_elements(
         *(found.coarse, found.fine, basis.coarse, basis.fine, basis.mean, basis.scale),
         *(batch.cos, batch.sin, batch.parts.shape[1], basis.coarse.shape[1], basis.fine.shape[1]),
         C=constants,
-        num_warps=4,
         enable_fp_fusion=False,
     )
 
@@ -499,7 +383,7 @@ def decode_pages(
     """Decode layers of coded pages, one or more; queue all work.
 
     Returns:
-        The raw layers of each, u8, and i32 `[pages]`, not 0 for what is no such page.
+        The raw layers of each, u8, and i32 `[pages]`, not 0 for bytes that are no such page.
     """
     batch = send_batch(basis, parts, layout)
     sizes = [one.layers * layout.stripe_stride_bytes for one in parts]

@@ -89,7 +89,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """Run `kernel` over `grid` on the device of its first argument, a tensor.
 
     The call neither waits for the device nor allocates, so it can be captured in a CUDA graph. FP
-    fusion is set explicitly: its default differs between versions of Triton.
+    fusion is set explicitly: its default differs between versions of Triton. Programs have 4 warps
+    by default.
 
     Args:
         kernel: A function under `triton.jit`.
@@ -97,7 +98,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         *args: All parameters but the constants.
         **constants: The constants, and options of the compiler.
     """
-    constants.setdefault("enable_fp_fusion", True)
+    constants = {"num_warps": 4, "enable_fp_fusion": True, **constants}
     index = args[0].get_device()
     if index >= 0 and index != torch.cuda.current_device():
         with torch.cuda.device(index):
@@ -399,36 +400,33 @@ def given(shape: Constants, *parts: Any, **constants: Any) -> Constants:
     return shape._replace(**constants)
 
 
+def _strides(layout: PageLayout, unit: int) -> Constants:
+    """Return the offsets and strides of pages, in units of so many bytes."""
+    return Constants(
+        HEAD_DIM=layout.head_dim,
+        PAGE=layout.page_size,
+        GRANULE=GRANULE_BYTES // unit,
+        VALUES=layout.v_offset_bytes // unit,
+        RUN=layout.run_bytes // unit,
+        STRIPE=layout.stripe_stride_bytes // unit,
+    )
+
+
 @cache
 def strides(layout: PageLayout) -> Constants:
     """Return the offsets and strides of raw pages."""
-    item = ITEMSIZE[layout.dtype]
-    return Constants(
-        HEAD_DIM=layout.head_dim,
-        VALUE_DIM=layout.stored_value_dim,
-        D=padded(layout.head_dim),
-        DV=padded(layout.value_dim),
-        PAGE=layout.page_size,
-        GRANULE=GRANULE_BYTES // item,
-        VALUES=layout.v_offset_bytes // item,
-        RUN=layout.run_bytes // item,
-        STRIPE=layout.stripe_stride_bytes // item,
-    )
+    dims = padded(layout.head_dim), padded(layout.value_dim)
+    shape = _strides(layout, ITEMSIZE[layout.dtype])
+    return shape._replace(VALUE_DIM=layout.stored_value_dim, D=dims[0], DV=dims[1])
 
 
 @cache
 def coded(layout: PageLayout) -> Constants:
     """Return the offsets and strides, in bytes, of pages of any codec."""
-    return Constants(
-        HEAD_DIM=layout.head_dim,
+    return _strides(layout, 1)._replace(
         VALUE_DIM=layout.value_dim,
-        PAGE=layout.page_size,
-        GRANULE=GRANULE_BYTES,
-        VALUES=layout.v_offset_bytes,
         K_SCALES=layout.k_scale_offset_bytes,
         V_SCALES=layout.v_scale_offset_bytes,
-        RUN=layout.run_bytes,
-        STRIPE=layout.stripe_stride_bytes,
         CODEC=CODECS.index(layout.codec),
         K_BITS=layout.spec.k_bits or 8 * ITEMSIZE[layout.dtype],
         V_BITS=layout.spec.v_bits or 8 * ITEMSIZE[layout.dtype],

@@ -34,6 +34,7 @@ from flowkv.kernels.triton.tile import (
     load,
     locate,
     many_chunks,
+    of_rows,
     pick,
     row_at,
     row_of_item,
@@ -191,10 +192,7 @@ def mass_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_alibi, p_tre
     n_spare = tl.num_programs(1) * C.RUN
     o_spare = i_row
     if C.SEALED:
-        o_row = tl.arange(0, C.ROWS)
-        m_row = o_row < n_rows
-        b_start = tl.load(p_starts + o_row, mask=m_row, other=0)
-        b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0) - b_start
+        b_new = of_rows(p_starts + 1, n_rows, C) - of_rows(p_starts, n_rows, C)
         i_rank = sum_before((b_new > C.FEW).to(tl.int32), i_row)
         o_spare = spare_offset(
             p_spare, p_run, i_rank, tl.program_id(1), n_columns, n_spare, C)  # fmt: skip
@@ -219,16 +217,9 @@ def mass_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_alibi, p_tre
             b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, C.UPCAST)
             if not C.UPCAST:
                 b_q = b_q.to(p_arena.dtype.element_ty)
-            b_seen = context + 1 + o_r // C.GROUP
-            if not C.CAUSAL:
-                b_seen = o_r * 0 + n_tokens
             b_lse = tl.load(p_lse + o_token * n_heads * C.GROUP + o_head, mask=m_r, other=0.0)
-            b_slope = b_lse
-            if C.ALIBI:
-                b_slope = tl.load(p_alibi + o_head, mask=m_r, other=0.0).to(tl.float32)
-            b_tree = o_token
-            if C.TREE:
-                b_tree = tl.load(p_tree + o_token, mask=m_r, other=0)
+            b_seen, b_slope, b_tree = sight_of(
+                o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C)  # fmt: skip
             b_s = tl.dot(b_q, b_k, out_dtype=tl.float32, input_precision="ieee")
             b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, True, C)
             b_log = b_s * unit_of(scale, C) - (b_lse * LOG2E)[:, None]
@@ -257,7 +248,6 @@ def add_mass(task: Task, spare: Spare) -> None:
             BLOCK=32 if wide else 128 if traits(task.out.device).major >= 9 else 64,
             SEALED=bool(task.pages.sealed),
         ),
-        num_warps=4,
         **REGISTERS,
     )
 

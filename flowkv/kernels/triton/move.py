@@ -111,11 +111,7 @@ def _keys(device: torch.device) -> torch.Tensor:
 
 
 def move_pages(
-    source: Side,
-    target: Side | None,
-    count: int,
-    granules: int,
-    digests: torch.Tensor | None = None,
+    source: Side, target: Side | None, count: int, granules: int, digests: torch.Tensor | None
 ) -> None:
     """Copy pages, digest their stripes, or both; see `dispatch.move_pages`."""
     to = Side(source.data, None) if target is None else target
@@ -136,7 +132,6 @@ def move_pages(
             **listed,
             GRANULES=GRANULES,
             WORDS=GRANULE_BYTES // 4,
-            num_warps=4,
         )
     elif digests is not None and digests.numel():
         stripes = digests.shape[1]
@@ -200,7 +195,6 @@ def drop_tokens(
             arena.view(getattr(torch, layout.dtype)),
             *(source.contiguous(), target.contiguous(), keep.contiguous(), kept),
             C=shape._replace(BLOCK=block),
-            num_warps=4,
         )
 
 
@@ -311,7 +305,6 @@ def reposition(
             *(pages.contiguous(), turns.contiguous(), rope.cos, rope.sin, layer or 0),
             R=constants,
             C=strides(layout)._replace(BLOCK=block),
-            num_warps=4,
             enable_fp_fusion=False,
         )
 
@@ -386,7 +379,6 @@ def append(
         *((None, None) if rope is None else (rope.cos, rope.sin)),
         R=None if rope is None else turned(rope),
         C=given(strides(pages.layout), HEADS=heads, ROWS=padded(rows), BLOCK=block),
-        num_warps=4,
         enable_fp_fusion=rope is None,
     )
 
@@ -437,13 +429,8 @@ def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
     launch(
         checksum_kernel,
         (blocks * splits,),
-        words,
-        sums,
-        len(words),
-        block_words,
-        splits,
+        *(words, sums, len(words), block_words, splits),
         TILE=TILE,
         TILES=TILES,
-        num_warps=4,
     )
     return sums.sum(1)  # modulo 2**64, the same in any order

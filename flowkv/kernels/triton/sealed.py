@@ -482,13 +482,7 @@ def turned(q: torch.Tensor) -> torch.Tensor:
     launch(
         turn_queries,
         (-(-tokens * heads // BLOCK),),
-        q,
-        turn(dim, q.device),
-        out,
-        q.stride(0),
-        q.stride(1),
-        heads,
-        tokens * heads,
+        *(q, turn(dim, q.device), out, q.stride(0), q.stride(1), heads, tokens * heads),
         C=Constants(
             HEAD_DIM=dim,
             D=width,
@@ -497,7 +491,6 @@ def turned(q: torch.Tensor) -> torch.Tensor:
             UPCAST=q.dtype is torch.bfloat16 and interpreted(turn_queries),
         ),
         NORM=rotation(dim)[1],
-        num_warps=4,
     )
     return out
 

@@ -224,10 +224,8 @@ def merge_parts(
         kernel,
         (programs, task.out.shape[1]),
         *(part, part_lse, *task.operands[4:], task.how.sinks, task.out, task.lse),
-        *(task.rows, shares),
-        *more,
+        *(task.rows, shares, *more),
         C=given(_merging(task.layout), task.batching, task.ends, **constants),
-        num_warps=4,
     )
 
 

@@ -274,26 +274,25 @@ def seen_pages(n_tokens, n_new, C: tl.constexpr):
 
 
 @triton.jit
+def of_rows(p, n_rows, C: tl.constexpr):
+    """Load the `[ROWS]` numbers of all rows; 0 beyond the last."""
+    o_row = tl.arange(0, C.ROWS)
+    return tl.load(p + o_row, mask=o_row < n_rows, other=0)
+
+
+@triton.jit
 def few_pages(p_starts, p_lengths, n_rows, C: tl.constexpr):
     """Return the `[ROWS]` pages to read of each row that has few new tokens, 0 of the others."""
-    o_row = tl.arange(0, C.ROWS)
-    m_row = o_row < n_rows
-    b_start = tl.load(p_starts + o_row, mask=m_row, other=0)
-    b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0) - b_start
-    b_length = tl.load(p_lengths + o_row, mask=m_row, other=0)
-    b_pages = seen_pages(b_length, b_new, C)
-    return tl.where(m_row & (b_new > 0) & (b_new <= C.FEW), b_pages, 0)
+    b_new = of_rows(p_starts + 1, n_rows, C) - of_rows(p_starts, n_rows, C)
+    b_pages = seen_pages(of_rows(p_lengths, n_rows, C), b_new, C)
+    return tl.where((b_new > 0) & (b_new <= C.FEW), b_pages, 0)
 
 
 @triton.jit
 def few_rows(p_counts, p_starts, n_rows, C: tl.constexpr):
     """Return the `[ROWS]` counts of rows that have few new tokens, 0 of the others."""
-    o_row = tl.arange(0, C.ROWS)
-    m_row = o_row < n_rows
-    b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0)
-    b_new -= tl.load(p_starts + o_row, mask=m_row, other=0)
-    b_count = tl.load(p_counts + o_row, mask=m_row, other=0)
-    return tl.where((b_new > 0) & (b_new <= C.FEW), b_count, 0)
+    b_new = of_rows(p_starts + 1, n_rows, C) - of_rows(p_starts, n_rows, C)
+    return tl.where((b_new > 0) & (b_new <= C.FEW), of_rows(p_counts, n_rows, C), 0)
 
 
 @triton.jit
@@ -369,13 +368,9 @@ def few_segments(b_items, i_row, n_share, C: tl.constexpr):
 @triton.jit
 def many_chunks(p_starts, p_lengths, n_rows, n_shares, C: tl.constexpr):
     """Return `[ROWS]` blocks, `[ROWS]` chunks a block, pages a chunk, for many new tokens."""
-    o_row = tl.arange(0, C.ROWS)
-    m_row = o_row < n_rows
-    b_start = tl.load(p_starts + o_row, mask=m_row, other=0)
-    b_new = tl.load(p_starts + 1 + o_row, mask=m_row, other=0) - b_start
-    b_length = tl.load(p_lengths + o_row, mask=m_row, other=0)
-    b_pages = seen_pages(b_length, b_new, C)
-    b_blocks = tl.where(m_row & (b_new > C.FEW), (b_new * C.GROUP + C.BLOCK - 1) // C.BLOCK, 0)
+    b_new = of_rows(p_starts + 1, n_rows, C) - of_rows(p_starts, n_rows, C)
+    b_pages = seen_pages(of_rows(p_lengths, n_rows, C), b_new, C)
+    b_blocks = tl.where(b_new > C.FEW, (b_new * C.GROUP + C.BLOCK - 1) // C.BLOCK, 0)
     if C.SPLIT:
         n_chunk = (tl.sum(b_blocks * b_pages, axis=0) + n_shares - 1) // n_shares
         n_chunk = tl.maximum(n_chunk, C.MIN_PAGES)

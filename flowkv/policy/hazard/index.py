@@ -297,13 +297,7 @@ class HazardIndex(LeafOrder):
 
     def _widen(self, used: int, room: int) -> None:
         """Resize the vectors of tips to `room`, of which the first `used` are kept."""
-        own, tips, traits, rows, model, counters = self._learner
-        more = room - used
-        self._learner = (
-            own,
-            np.concatenate([tips[:used], np.zeros(more, learned.TIP)]),
-            np.concatenate([traits[:used], np.zeros((more, learned.TRAITS))]),
-            np.concatenate([rows[:used], np.zeros((more, learned.FEATURES), np.int32)]),
-            model,
-            counters,
-        )
+        own, *tips, model, counters = self._learner
+        more = (np.zeros((room - used, *old.shape[1:]), old.dtype) for old in tips)
+        wide = [np.concatenate([old[:used], new]) for old, new in zip(tips, more, strict=True)]
+        self._learner = (own, *wide, model, counters)

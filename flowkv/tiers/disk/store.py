@@ -577,9 +577,8 @@ def count_locked(slabs: Slabs, rows: Rows, envelope: Envelope) -> int:
     _, tenants, counts = np.unique(rows["tenant"], return_inverse=True, return_counts=True)
     for tenant in np.argsort(counts)[-_TENANTS_TRIED:]:
         own = rows[tenants == tenant]
-        slots = (
-            Slot(int(row["granules"]), int(row["number"])) for row in own[[0, len(own) // 2, -1]]
-        )
+        some = own[[0, len(own) // 2, -1]]
+        slots = (Slot(int(row["granules"]), int(row["number"])) for row in some)
         locked += 0 if any(_opens(slabs, slot, envelope, page) for slot in slots) else len(own)
     return locked
 
@@ -1214,9 +1213,8 @@ class DiskStore:
             self._compact(self._garbage)
         with contextlib.suppress(OSError):
             seq = self._journal.next_seq
-            self._journal.append(
-                [Record(DELETED, key, held._replace(seq=seq())) for _, key, held in gone], keep=True
-            )
+            records = [Record(DELETED, key, held._replace(seq=seq())) for _, key, held in gone]
+            self._journal.append(records, keep=True)
 
     def _compact(self, garbage: int) -> None:
         # With more garbage than the quota charges, there is no time to wait for the device.

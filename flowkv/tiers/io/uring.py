@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from flowkv.compiled.addresses import fence
+from flowkv.compiled.addresses import fence, instruction
 from flowkv.compiled.machine_code import kept
 from flowkv.core.errors import StateError
 from flowkv.core.reaper import begin
@@ -72,14 +71,9 @@ PIECE_BYTES = 1 << 30  # most bytes of one entry, and of the largest buffer that
 
 
 class _Params(ctypes.Structure):
+    _names = "sq_entries cq_entries flags sq_thread_cpu sq_thread_idle features wq_fd"
     _fields_ = [
-        *(
-            (name, ctypes.c_uint32)
-            for name in (
-                *("sq_entries", "cq_entries", "flags", "sq_thread_cpu"),
-                *("sq_thread_idle", "features", "wq_fd"),
-            )
-        ),
+        *((name, ctypes.c_uint32) for name in _names.split()),
         ("reserved", ctypes.c_uint32 * 3),
         ("sq_off", ctypes.c_uint32 * 10),
         ("cq_off", ctypes.c_uint32 * 10),
@@ -178,28 +172,22 @@ _WORDS = {4: types.int32, 8: types.int64}
 
 
 def _loader(n_bytes: int) -> Any:
-    @intrinsic
-    def load_acquire(context, address):
-        def emit(context, builder, signature, arguments):
-            pointer = builder.inttoptr(arguments[0], ir.IntType(8 * n_bytes).as_pointer())
-            return builder.load_atomic(pointer, ordering="acquire", align=n_bytes)
-
-        return _WORDS[n_bytes](types.int64), emit
+    @instruction(_WORDS[n_bytes])
+    def load_acquire(builder, address):
+        pointer = builder.inttoptr(address, ir.IntType(8 * n_bytes).as_pointer())
+        return builder.load_atomic(pointer, ordering="acquire", align=n_bytes)
 
     return load_acquire
 
 
 def _storer(n_bytes: int) -> Any:
-    @intrinsic
-    def store_release(context, address, value):
-        def emit(context, builder, signature, arguments):
-            word = ir.IntType(8 * n_bytes)
-            pointer = builder.inttoptr(arguments[0], word.as_pointer())
-            value = arguments[1] if n_bytes == 8 else builder.trunc(arguments[1], word)
-            builder.store_atomic(value, pointer, ordering="release", align=n_bytes)
-            return context.get_dummy_value()
+    word = ir.IntType(8 * n_bytes)
 
-        return types.void(types.int64, types.int64), emit
+    @instruction()
+    def store_release(builder, address, value):
+        value = value if n_bytes == 8 else builder.trunc(value, word)
+        pointer = builder.inttoptr(address, word.as_pointer())
+        builder.store_atomic(value, pointer, ordering="release", align=n_bytes)
 
     return store_release
 

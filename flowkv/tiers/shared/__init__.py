@@ -666,9 +666,8 @@ class SharedTier(Handle):
         # contract, then the copy will not match them and never be served.
         answer = table.BUSY
         try:
-            if self._put(memory, row, 0, head) and self._put(
-                memory, row, len(head), item.body.cast("B")
-            ):
+            body = item.body.cast("B")
+            if self._put(memory, row, 0, head) and self._put(memory, row, len(head), body):
                 answer = self._change(memory, table.commit, row, words, end_ns=end_ns)
             else:
                 answer = table.LOST
