@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob
     from flowkv.cache.sequence import CLOSED, READY, Guard, Tables, session_number
     from flowkv.cache.stack import breaker
-    from flowkv.cache.step import CURRENT, Step
+    from flowkv.cache.step import Step, current_step
     from flowkv.cache.store import ClosedTails, NextVictims, PageStore, Samples, Verdict
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
     from flowkv.cache.tier_stack import TierStack

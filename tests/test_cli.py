@@ -355,7 +355,7 @@ def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda name: versions.get(name, real(name)))
     found = {finding.name: finding for finding in doctor.examine()}
     assert found["torch"].state == "bad" and "too old" in found["torch"].value
-    assert found["triton"].state == "warn" and "4-bit" in found["triton"].value
+    assert found["triton"].state == "ok"  # its code for 4-bit codecs does not spill
     assert found["transformers"].advice == "pip install 'flowkv[hf]'"
 
 

@@ -272,13 +272,6 @@ def due(seq: Sequence) -> list[int]:
         ]
 
 
-def _skip(seq: Sequence, page: int) -> None:
-    planner = Planner.of(seq)
-    with planner.guard:
-        for group in range(len(seq.blocks)):
-            planner.store.samples.skip(seq.key(group, page))
-
-
 class Auditor:
     """Audits of one cache.
 
@@ -309,7 +302,9 @@ class Auditor:
         """
         twin = self._twin(seq, page)
         if twin is None:
-            _skip(seq, page)
+            with (planner := Planner.of(seq)).guard:
+                for group in range(len(seq.blocks)):
+                    planner.store.samples.skip(seq.key(group, page))
             yield None
             return
         try:

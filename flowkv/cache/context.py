@@ -1,4 +1,4 @@
-"""What the policies of all places have in common: time, tenants and costs."""
+"""State that the policies of all places share: time, tenants and costs."""
 
 from __future__ import annotations
 

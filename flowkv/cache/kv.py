@@ -74,15 +74,17 @@ def _maker(policy: object) -> Callable[[], Policy] | None:
     """
     if policy is None or isinstance(policy, str):
         return None
-    one = isinstance(policy, Policy) and not isinstance(policy, type)
-    if one or not callable(policy):
-        kind, what = type(policy).__name__, "one policy, and each place needs its own"
+    if isinstance(policy, Policy) and not isinstance(policy, type):
+        kind = type(policy).__name__
         raise ConfigError(
-            f"policy={kind}(...) is {what}" if one else f"policy={policy!r} makes no policies",
-            f"Pass the class or a callable that makes one: policy=lambda: {kind}(...)"
-            if one
-            else f"Pass a name ({', '.join(CATALOGUE)}), a class, or a callable that makes one;"
-            " options of places go into policy_options",
+            f"policy={kind}(...) is one policy, and each place needs its own",
+            f"Pass the class or a callable that makes one: policy=lambda: {kind}(...)",
+        )
+    if not callable(policy):
+        raise ConfigError(
+            f"policy={policy!r} makes no policies",
+            f"Pass a name ({', '.join(CATALOGUE)}), a class, or a callable that makes one; options"
+            " of places go into policy_options",
         )
 
     def make() -> Policy:
@@ -423,17 +425,10 @@ class KV:
         )
         if self._ending is not None:
             self._ending.cancel()
-        self._ending = (
-            Ending(
-                *(self, store, self.lock, config.exit_s),
-                given=self._given,
-                over=over,
-                prepare=prepare_exit,
-            )
-            if store.stack.tiers
-            else None
-        )
-        self._lost = 0
+        self._ending, self._lost = None, 0
+        if store.stack.tiers:
+            parts = self, store, self.lock, config.exit_s
+            self._ending = Ending(*parts, given=self._given, over=over, prepare=prepare_exit)
         self.loader = loader = PageLoader(store)
         store.writes.give_up_late = loader.expire
         self.prefetches = prefetches = self._open_prefetches(store)
@@ -1472,12 +1467,12 @@ class KV:
 
         Args:
             tokens: Token ids of a text like those that the cache will hold: at least some 1,000,
-                better 16,000. For a model of `flowkv.load`, also a list of texts. Default: what
-                prompts have brought so far, without those of tenants, up to 32,768 tokens.
+                better 16,000. For a model of `flowkv.load`, also a list of texts. Default: the
+                prompts so far, without those of tenants, up to 32,768 tokens.
             kl: Largest mean divergence, in nats; default that of the configuration.
 
         Returns:
-            What was measured: "kept" (1.0 if pages are coded now), "bits" a value, "kl",
+            Measured values: "kept" (1.0 if pages are coded now), "bits" a value, "kl",
             "same_token" (share of tokens with the same most likely one), "perplexity" (relative
             change), "tokens" that were judged, and "step".
 
@@ -1703,7 +1698,7 @@ class KV:
     def __enter__(self) -> KV:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

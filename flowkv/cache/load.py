@@ -81,7 +81,7 @@ class PageLoad(msgspec.Struct, eq=False):  # made without a call of Python
         cls, store: PageStore, pages: Iterable[tuple[Block, int]], *, awaited: bool = True,
         allocate: Allocate | None = None, own: bool = False,
     ) -> list[PageLoad]:  # fmt: skip
-        """Return loads of blocks for page numbers; what is on its device is held.
+        """Return loads of blocks for page numbers; blocks on their device are held.
 
         Args:
             store: Store of the blocks.

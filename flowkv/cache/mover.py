@@ -545,13 +545,12 @@ class Lane:
     def _send(self, requests: list[TransferRequest]) -> None:
         sent_s = time.monotonic()
         try:
+            items: list[Any] = [one for request in requests for one in request.items]
             if requests[0].stores:
-                stores = cast(list[Store], [one for request in requests for one in request.items])
-                job = self.tier.submit_store(stores, deadline_s=_STORE_DEADLINE_S)
+                job = self.tier.submit_store(items, deadline_s=_STORE_DEADLINE_S)
             else:
-                loads = cast(list[Load], [one for request in requests for one in request.items])
                 patience_s = self.patience_s(sum(request.n_bytes for request in requests))
-                job = self.tier.submit_load(loads, deadline_s=patience_s)
+                job = self.tier.submit_load(items, deadline_s=patience_s)
         except Exception as error:  # as a tier that is closed, or was opened before a fork: a miss
             why = "closed" if isinstance(error, FlowKVError) else f"{type(error).__name__}: {error}"
             for request in requests:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
@@ -195,11 +196,10 @@ class PagePool:
 
     def bytes_by_codec(self) -> dict[str, int]:
         """Return the bytes of the pages in use, by codec name."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for page in self._refs:
-            codec = CODECS[page >> CODEC_SHIFT]
-            found[codec] = found.get(codec, 0) + self._size(page) * GRANULE_BYTES
-        return found
+            found[CODECS[page >> CODEC_SHIFT]] += self.size_bytes(page)
+        return dict(found)
 
     def size_bytes(self, page: int) -> int:
         """Return the bytes of a page in use."""
@@ -313,7 +313,7 @@ class PagePool:
             slab = self._slabs[number] or self._slab(number)
             slab.free.append(granule)
             self.used_granules -= slab.granules
-            self._vacant[slab.granules] = self._vacant.get(slab.granules, 0) + 1
+            self._change(slab.granules, 1)
             partial = self._partial.setdefault(slab.granules, {})
             if len(slab.free) < slab.pages:
                 partial[number] = None

@@ -929,9 +929,8 @@ class IncomingPages:
 
     def room(self, pages: int) -> bool:
         """Return whether `pages` further pages fit on the device beside the reserved ones."""
-        store, taken = self._restorer.store, list[list[int] | None]()
-        for g in range(len(self._groups)):
-            taken.append(store.allocator.try_allocate(g, pages))
+        store, groups = self._restorer.store, range(len(self._groups))
+        taken = [store.allocator.try_allocate(g, pages) for g in groups]
         for g, fresh in enumerate(taken):
             store.pool(g).release(*fresh or ())
         return None not in taken
@@ -1447,7 +1446,7 @@ class RestoreJob:
     def _until(self, index: int | None) -> bool:
         """Wait until a layer, or all of them (None), is loaded; return False if it will not be."""
         begun_s = time.perf_counter()
-        while (there := self._poll(index)) is None:
+        while (there := self.poll(index)) is None:
             self._rest()
         with self._guard:
             if self._in_row:
@@ -1465,12 +1464,12 @@ class RestoreJob:
         there = self.back.there if self.phase is RestorePhase.BROKEN else self._progress.there
         return all(map(there, range(self.request.layers) if index is None else (index,)))
 
-    def poll(self) -> bool | None:
-        """Return whether all pages are loaded after `settle`; None while some load. Never waits."""
-        return self._poll()
+    def poll(self, index: int | None = None) -> bool | None:
+        """Return whether a layer, or all of them (None), is loaded after `settle`.
 
-    def _poll(self, index: int | None = None) -> bool | None:
-        """Return whether one layer, or all of them (None), is loaded, see `poll`."""
+        Returns:
+            None while some pages load; the call never waits.
+        """
         with self._guard:
             self.pump()
             if not self._in_row:

@@ -299,31 +299,18 @@ def _drop(
 _RESTORATION = attrgetter("restoration")
 
 
-class _CurrentStep:
-    """The step of this context's `flowkv.attention`, referenced weakly.
+CURRENT: ContextVar[weakref.ref[Step] | None] = ContextVar("flowkv_step", default=None)
+"""Weak reference to the step of this context's `flowkv.attention`.
 
-    An interrupt may come before the `__exit__` that a `with` calls: the step is then dropped and
-    rolled back, which a strong reference here would prevent.
-    """
-
-    def __init__(self) -> None:
-        self._ref: ContextVar[weakref.ref[Step] | None] = ContextVar("flowkv_step", default=None)
-
-    def get(self) -> Step | None:
-        """Return the step, if there is one."""
-        ref = self._ref.get()
-        return None if ref is None else ref()
-
-    def set(self, step: Step) -> Token[weakref.ref[Step] | None]:
-        """Set the current step; return the token for `reset`."""
-        return self._ref.set(weakref.ref(step))
-
-    def reset(self, token: Token[weakref.ref[Step] | None]) -> None:
-        """Set the current step back to the one before."""
-        self._ref.reset(token)
+An interrupt may come before the `__exit__` that a `with` calls: the step is then dropped and rolled
+back, which a strong reference here would prevent.
+"""
 
 
-CURRENT = _CurrentStep()
+def current_step() -> Step | None:
+    """Return the step of this context, if there is one."""
+    ref = CURRENT.get()
+    return None if ref is None else ref()
 
 
 class Step:
@@ -865,7 +852,7 @@ class Step:
 
     @interrupts.unbroken
     def __enter__(self) -> Step:
-        self._token = CURRENT.set(self)
+        self._token = CURRENT.set(weakref.ref(self))
         return self
 
     @interrupts.unbroken

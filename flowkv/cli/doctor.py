@@ -166,10 +166,6 @@ def _triton() -> Iterator[Finding]:
     if not version:
         advice = "It comes with PyTorch on Linux; the CPU needs none"
         yield Finding("triton", "note", "not installed", advice)
-    elif _numbers(version)[:2] == (3, 8):
-        advice = "Use torch 2.13 with Triton 3.7, or torch 2.15 with 3.9"
-        text = f"{version}: generates slow code for 4-bit codecs"
-        yield Finding("triton", "warn", text, advice, {"version": version})
     else:
         yield Finding("triton", "ok", version, data={"version": version})
 

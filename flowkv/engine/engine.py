@@ -157,7 +157,7 @@ class Inbox:
             self._changed.notify_all()
 
     def close(self, *, now: bool = False, why: BaseException | None = None) -> None:
-        """Refuse further requests.
+        """Refuse requests from now on.
 
         Args:
             now: Cancel accepted requests, too.
@@ -182,31 +182,29 @@ class Inbox:
             return self.pending
 
 
-# Events of an engine; they are made only if the bus has a listener.
+# Events of an engine's requests.
 
 
 def tell_queued(bus: Bus, live: RunningRequest, waiting: int) -> None:
     """Emit `Queued` for a new request, in the context of its submission."""
     context, live.context = live.context, None
-    if bus.wants(Queued):
-        event = Queued(
-            request=live.number,
-            prompt_tokens=live.prompt,
-            waiting=waiting,
-            tenant=live.request.tenant or "",
-        )
-        if context is None:  # an earlier call was interrupted
-            bus.emit(event)
-        else:
-            context.run(bus.emit, event)
+    event = Queued(
+        request=live.number,
+        prompt_tokens=live.prompt,
+        waiting=waiting,
+        tenant=live.request.tenant or "",
+    )
+    if context is None:  # an earlier call was interrupted
+        bus.emit(event)
+    else:
+        context.run(bus.emit, event)
 
 
 def tell_finished(bus: Bus, live: RunningRequest, completion: Completion, reason: str) -> None:
     """Emit `Finished` for a request that is over."""
-    if bus.wants(Finished):
-        told = {**vars(completion), "reason": reason, "started_s": live.arrived_s}
-        told["new_tokens"] = len(told.pop("tokens"))  # the other fields have the same names
-        bus.emit(Finished(request=live.number, tenant=live.request.tenant or "", **told))
+    told = {**vars(completion), "reason": reason, "started_s": live.arrived_s}
+    told["new_tokens"] = len(told.pop("tokens"))  # the other fields have the same names
+    bus.emit(Finished(request=live.number, tenant=live.request.tenant or "", **told))
 
 
 # The turns of an engine: requests come in, a step is run over all rows, tokens go out.

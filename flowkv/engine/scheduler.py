@@ -581,16 +581,14 @@ class KVManager:
             live.admitted(now_s)
             self.coming.await_prefix(live, now_s)
         live.shared = 0
-        if self._kv.bus.wants(Admitted):
-            self._kv.bus.emit(
-                Admitted(
-                    request=live.number,
-                    queued_s=queued_s,
-                    reused_tokens=live.ready,
-                    resumed=resumed or live.preempted > 0,
-                    tenant=live.request.tenant or "",
-                )
-            )
+        event = Admitted(
+            request=live.number,
+            queued_s=queued_s,
+            reused_tokens=live.ready,
+            resumed=resumed or live.preempted > 0,
+            tenant=live.request.tenant or "",
+        )
+        self._kv.bus.emit(event)
 
     def leave(self, live: RunningRequest, keep: bool, now_s: float) -> None:
         """Preempt a request: its pages go to host memory, or are dropped.
@@ -609,10 +607,8 @@ class KVManager:
         else:
             row.close()
             live.dropped(now_s)
-        if self._kv.bus.wants(Preempted):
-            self._kv.bus.emit(
-                Preempted(request=live.number, pages=pages, n_bytes=n_bytes, kept=keep)
-            )
+        event = Preempted(request=live.number, pages=pages, n_bytes=n_bytes, kept=keep)
+        self._kv.bus.emit(event)
 
     def close(self, live: RunningRequest, now_s: float, stop: str = "") -> None:
         """Release the row, pages and prefetch of a request."""

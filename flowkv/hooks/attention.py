@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from flowkv.cache.step import CURRENT, Step
+from flowkv.cache.step import Step, current_step
 from flowkv.core.errors import GeometryError, StateError
 
 _SDPA = F.scaled_dot_product_attention
@@ -65,7 +65,7 @@ def attention(  # noqa: PLR0913 - the switches of attention belong to one call
         >>> with kv.step([seq], [tokens]) as step:
         ...     logits = model(step.tokens, step.positions)
     """
-    step = CURRENT.get()
+    step = current_step()
     if step is None:
         if v is None or softcap is not None or sinks is not None:
             raise StateError(
@@ -198,7 +198,7 @@ class intercept(TorchFunctionMode):
     ) -> Any:
         """Replace the causal attention of an open step, and pass on every other torch function."""
         kwargs = kwargs or {}
-        step = CURRENT.get()
+        step = current_step()
         if func is not _SDPA or step is None:
             return func(*args, **kwargs)
         if step is not self._step:

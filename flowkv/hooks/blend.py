@@ -10,6 +10,7 @@ is approximate: the sequence is private from there on.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Items
@@ -26,6 +27,7 @@ from flowkv.cache.kv import KV, count_tokens, plan
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import CURRENT, Step
 from flowkv.core.errors import StateError
+from flowkv.core.interrupts import Setting
 from flowkv.core.keys import as_tokens
 from flowkv.kernels.operands import Ragged
 from flowkv.kvt.basis import KeyTurn
@@ -484,11 +486,9 @@ class Blender:
         return torch.log_softmax(found.double(), -1)
 
     def _run(self, rewrite: Rewrite) -> None:
-        before = CURRENT.set(rewrite)  # type: ignore[arg-type] # has all that models use
-        try:
+        own: Any = weakref.ref(rewrite)  # which has all of a step that models use
+        with Setting(CURRENT, own):
             self.forward(rewrite, torch.tensor([rewrite.counts[0] - 1]))
-        finally:
-            CURRENT.reset(before)
 
     @property
     def _second(self) -> int:
@@ -531,11 +531,8 @@ class Blender:
                 dense = kernels.gather_dense(pages, batch, widest)
                 k, v = (x.transpose(1, 2).flatten(0, 1)[taken.to(device)] for x in dense)
                 k = turn.moved(k, *angles[id(turn)])
-                put = []
-                for x in (k, v):
-                    whole = x.new_zeros(count, *x.shape[1:])
-                    whole[at.to(device)] = x
-                    put.append(whole)
+                where = at.to(device)
+                put = [x.new_zeros(count, *x.shape[1:]).index_copy_(0, where, x) for x in (k, v)]
                 step.write(layer, *put)
                 if layer == self._second:
                     values = put[1]

@@ -19,6 +19,7 @@ import numpy as np
 
 from flowkv.cache.block_table import Planner
 from flowkv.cache.erasure import forget_prompt
+from flowkv.cache.index import matching
 from flowkv.cache.kv import count_tokens
 from flowkv.cache.sequence import Sequence
 from flowkv.core.keys import Salt
@@ -49,13 +50,6 @@ def _hashes(tokens: Tokens, stride: int) -> list[int]:
     return found.tolist()
 
 
-def _alike(one: Tokens, other: Tokens) -> int:
-    """Return the number of equal tokens at the beginnings of two texts."""
-    count = min(len(one), len(other))
-    differs = one[:count] != other[:count]
-    return int(differs.argmax()) if differs.any() else count
-
-
 class History:
     """Texts of one tenant, to find their spans at any offset. Not thread-safe.
 
@@ -73,7 +67,7 @@ class History:
         """Remember a text; it replaces texts that it begins with."""
         for key, known in list(self.texts.items()):
             if known.salts == text.salts[: len(known.salts)]:
-                alike = _alike(known.tokens, text.tokens)
+                alike = matching(known.tokens, text.tokens)
                 if alike == len(text.tokens) and known.salts == text.salts:
                     self.texts[key] = self.texts.pop(key)
                     return
@@ -92,7 +86,7 @@ class History:
             self.drop(next(iter(self.texts)))
 
     def drop(self, key: int) -> None:
-        """Forget a text."""
+        """Forget a text and the places of its blocks."""
         tokens = self.texts.pop(key).tokens
         self.size -= len(tokens)
         for value in set(_hashes(tokens, LEAST_TOKENS)):
@@ -109,7 +103,7 @@ class History:
         begun = {
             alike: text
             for text in self.texts.values()
-            if text.salts and (alike := _alike(text.tokens, prompt)) > text.salts[0].position
+            if text.salts and (alike := matching(text.tokens, prompt)) > text.salts[0].position
         }
         if (longest := max(begun, default=0)) >= first + LEAST_TOKENS:
             yield FoundSpan(first, longest - first, begun[longest], first, continued=True)
@@ -139,9 +133,9 @@ class History:
     ) -> Iterator[FoundSpan]:
         """Yield the span around the window at `at` that a place of a text has, if there is one."""
         text = self.texts[key]
-        count = _alike(text.tokens[offset:], prompt[at:])
+        count = matching(text.tokens[offset:], prompt[at:])
         if count >= LEAST_TOKENS:
-            before = _alike(text.tokens[:offset][::-1], prompt[first:at][::-1])
+            before = matching(text.tokens[:offset][::-1], prompt[first:at][::-1])
             yield FoundSpan(at - before, before + count, text, offset - before)
 
 
@@ -197,7 +191,7 @@ class EditBlender(Blender):
             gone = [
                 text
                 for text in (history.texts.values() if history else ())
-                if _alike(text.tokens, given) == min(len(text.tokens), len(given))
+                if matching(text.tokens, given) == min(len(text.tokens), len(given))
             ]
             for text in gone:
                 history.drop(id(text))  # type: ignore[union-attr] # it has texts

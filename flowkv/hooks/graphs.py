@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flowkv.cache.block_table import Advance, Planner
 from flowkv.cache.kv import KV
-from flowkv.cache.step import CURRENT, Step
+from flowkv.cache.step import CURRENT, Step, current_step
 from flowkv.core.config import Config
 from flowkv.kernels.operands import GPUS, Ragged
 from flowkv.naming.computation import switches
@@ -606,7 +606,7 @@ class Own:
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the logits of the tokens of the current step, `[1, N, V]`."""
-        step = CURRENT.get()
+        step = current_step()
         if step is None or torch.is_grad_enabled():
             return self._model(tokens, positions)  # type: ignore[no-any-return]
         found = self._graphs.replay(step, tokens, positions)

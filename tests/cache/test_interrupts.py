@@ -11,7 +11,7 @@ from flowkv import KV
 from tests import interrupts
 from tests.cache.fakes import Silent, lasting
 from tests.cache.toy import advance, check_content, make_kv, opened, prefill
-from tests.inside import CURRENT
+from tests.inside import current_step
 
 P = list(range(1, 30))
 
@@ -79,7 +79,7 @@ def test_a_step_whose_end_never_came_is_rolled_back() -> None:
     kv.step([seq], [P[:9]]).__enter__()
     gc.collect()
     kv.lock.run_deferred()
-    assert CURRENT.get() is None
+    assert current_step() is None
     prefill(kv, seq)
     check_content(kv, seq, P)
     seq.close()

@@ -30,7 +30,14 @@ from tests.cache.toy import (
     simple,
     write,
 )
-from tests.inside import CURRENT, CapacityError, ConfigError, GeometryError, StateError, TokenError
+from tests.inside import (
+    CapacityError,
+    ConfigError,
+    GeometryError,
+    StateError,
+    TokenError,
+    current_step,
+)
 from tests.inside import kv_plan as plan
 
 
@@ -44,12 +51,12 @@ def test_what_a_step_says(kv: KV) -> None:
     with kv.step([a, b], [[1, 2], [6, 6, 6]]) as step:
         assert step.tokens.tolist() == [[1, 2, 6, 6, 6]] and step.tokens.dtype == torch.int64
         assert step.positions.tolist() == [[11, 12, 0, 1, 2]]
-        assert step.counts.tolist() == [2, 3] and step.open and CURRENT.get() is step
+        assert step.counts.tolist() == [2, 3] and step.open and current_step() is step
         batch = step.batch(1)
         assert (batch.most_new, batch.most_length) == (3, 13)
         assert batch.starts.tolist() == [0, 2, 5] and batch.lengths.tolist() == [13, 3]
         write(step)
-    assert not step.open and CURRENT.get() is None and (a.length, b.length) == (13, 3)
+    assert not step.open and current_step() is None and (a.length, b.length) == (13, 3)
     step.commit()
     step.rollback()
     assert (a.length, b.length) == (13, 3)
@@ -136,7 +143,7 @@ def test_leaving_a_prefill_early_rolls_the_chunk_back(kv: KV) -> None:
         if seq.length == 20:
             break
     gc.collect()
-    assert seq.length == 20 and CURRENT.get() is None
+    assert seq.length == 20 and current_step() is None
     audit(kv)
     prefill(kv, seq)
     check_content(kv, seq, range(40))

@@ -17,7 +17,7 @@ from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import lasting
 from tests.cache.toy import advance, check_content, make_kv, opened, prefill, published, write
 from tests.clock import together
-from tests.inside import CURRENT, CapacityError, StateError
+from tests.inside import CapacityError, StateError, current_step
 
 
 def worker(kv: KV, number: int) -> Callable[[], None]:
@@ -65,14 +65,14 @@ def test_steps_belong_to_their_threads() -> None:
 
     def other() -> None:
         inside.wait(60)
-        assert CURRENT.get() is None
+        assert current_step() is None
         published(kv, [2] * 30)  # a whole request while the other step is open
         leave.set()
 
     def one() -> None:
         with kv.step([seq], [[1] * 9]) as step:
             inside.set()
-            assert leave.wait(60) and CURRENT.get() is step
+            assert leave.wait(60) and current_step() is step
             write(step)
 
     together(one, other)

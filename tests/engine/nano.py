@@ -15,7 +15,7 @@ import torch
 
 import flowkv
 from flowkv import KV, Engine, Geometry
-from tests.inside import CURRENT, page_layout
+from tests.inside import current_step, page_layout
 
 VOCABULARY, LAYERS, HEADS, DIM, PAGE = 61, 2, 2, 16, 8
 WIDTH = HEADS * DIM
@@ -54,7 +54,7 @@ class Nano(torch.nn.Module):
 
     def alone(self, prompt: Items[int], count: int) -> list[int]:
         """The tokens that it makes without any cache."""
-        assert CURRENT.get() is None
+        assert current_step() is None
         known = list(prompt)
         for _ in range(count):
             logits = self._logits(torch.tensor([known]), torch.arange(len(known))[None])

@@ -185,7 +185,7 @@ def test_wrong_shapes_are_refused_and_roll_back(
     seq = kv.open([1, 2, 3])
     with pytest.raises(GeometryError, match=message), kv.step([seq], [[1, 2, 3]]):
         flowkv.attention(*tensors, layer=0)
-    assert seq.length == 0 and flowkv.cache.step.CURRENT.get() is None
+    assert seq.length == 0 and flowkv.cache.step.current_step() is None
 
 
 def test_unknown_layers_and_other_dtypes_are_refused(kv: KV) -> None:

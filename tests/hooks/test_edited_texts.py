@@ -230,7 +230,7 @@ def test_rules_of_another_share_have_pages_of_their_own(tmp_path: Path) -> None:
 
 def test_texts_whose_pages_were_evicted_are_computed() -> None:
     model, prompt = models.causal("llama"), EDITS["removed"]
-    with editing(model, gpu="768KiB") as kv:
+    with editing(model, gpu="768KiB", policy="lru") as kv:  # others keep what took long
         last(model, FORMER)
         for seed in range(20, 40):
             last(model, draw(330, seed))
@@ -348,14 +348,14 @@ def test_repeated_tokens_are_compared_few_times(
 ) -> None:
     """They are found as one span."""
     tokens = np.tile(np.arange(period, dtype=np.uint32), 6400 // period)
-    compared, compare, history = list[int](), edits._alike, History()
+    compared, compare, history = list[int](), edits.matching, History()
     history.add(KnownText(tokens, ()))
 
     def counted(one: Any, other: Any) -> int:
         compared.append(min(len(one), len(other)))
         return compare(one, other)
 
-    monkeypatch.setattr(edits, "_alike", counted)
+    monkeypatch.setattr(edits, "matching", counted)
     spans = list(history.spans(np.append(np.uint32(99), tokens), 0))
     assert [(span.first, span.count) for span in spans] == [(1, 6400)]
     assert len(compared) < 2000

@@ -38,7 +38,7 @@ else."""
 _SHARE = 4  # a window's last quarter is predicted
 _LEAST_PREDICTED = 8
 _JUDGED = 3  # every third window is judged, and not learned from
-_SAMPLES = 3  # windows whose coefficients fill the tables
+_SAMPLES = 3  # the tables are filled from the coefficients of so many windows
 _SEED = 2027
 
 
@@ -220,13 +220,12 @@ class Calibrator:
         self, window: torch.Tensor, cache: Any, groups: list[int], generator: torch.Generator
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the gradients of sampled log-probabilities by keys and values, by group."""
-        own, leaves = copy.deepcopy(cache), list[torch.Tensor]()
-        for group in groups:
-            for layer in self._layers(group):
-                one = own.layers[layer]
-                one.keys = one.keys.detach().requires_grad_()
-                one.values = one.values.detach().requires_grad_()
-                leaves += one.keys, one.values
+        own = copy.deepcopy(cache)
+        layers = [own.layers[layer] for group in groups for layer in self._layers(group)]
+        for one in layers:
+            one.keys = one.keys.detach().requires_grad_()
+            one.values = one.values.detach().requires_grad_()
+        leaves = [side for one in layers for side in (one.keys, one.values)]
         try:
             with torch.enable_grad():
                 logits = self._forward(window[self.prompt :], own, self.prompt).float()
@@ -239,14 +238,9 @@ class Calibrator:
                 f"the gradients of this {type(self._model).__name__} cannot be computed ({error})",
                 "Leave cold= out: without them no divergence can be kept to",
             ) from None
-        out = dict[int, tuple[torch.Tensor, torch.Tensor]]()
-        for group in groups:
-            pairs = [
-                [next(found)[0].cpu() for _ in ("keys", "values")] for _ in self._layers(group)
-            ]
-            keys, values = zip(*pairs, strict=True)
-            out[group] = torch.stack(keys), torch.stack(values)
-        return out
+        for one in layers:
+            one.keys, one.values = next(found), next(found)
+        return {group: self._sides(own, group) for group in groups}
 
     def _score(self, learners: dict[int, GroupLearner], exact: list[_Exact], step: float) -> Scores:
         return self._judged({g: one.coder(step, {}) for g, one in learners.items()}, exact)

@@ -671,7 +671,7 @@ class ForwardHook:
             raise StateError(
                 f"no cache for this prompt: {problem}", "Call generate without past_key_values"
             )
-        pressed = isinstance(self.sparsifier, Press)  # what it leaves has pages of its own
+        pressed = isinstance(self.sparsifier, Press)  # the kept tokens get their own pages
         if self._waits(call, pads) and not pressed:
             cache: Any = native_cache(self.model)
             cache.reused, cache.close = 0, int  # as its owner may ask for, before the first forward
@@ -916,9 +916,8 @@ class ForwardHook:
         if rows.thinning is not None and rows.thinning.due(rows, call):
             base = rows.base
             cache.thin()
-            call = (
-                ForwardCall(self.names, call.skip(rows.base - base)) if rows.base > base else call
-            )
+            if rows.base > base:
+                call = ForwardCall(self.names, call.skip(rows.base - base))
         if rows.forwards and rows.prefilling and not rows.blind:
             rows.prefilling = call.columns >= self.kv.page_size
             if rows.prefilling:

@@ -71,10 +71,8 @@ def captured(model: torch.nn.Module) -> bool:
 
 def native_layer(name: str) -> type | None:
     """Return the cache layer class that `DynamicCache` would use; None for an unknown type."""
-    if name == "none":
-        found = DYNAMIC_LAYER_TYPE_MAPPING.get("dummy") or DYNAMIC_LAYER_TYPE_MAPPING.get("mlp")
-    else:
-        found = DYNAMIC_LAYER_TYPE_MAPPING.get(name)
+    names = ("dummy", "mlp") if name == "none" else (name,)
+    found = next(filter(None, map(DYNAMIC_LAYER_TYPE_MAPPING.get, names)), None)
     return found if isinstance(found, type) else None
 
 
