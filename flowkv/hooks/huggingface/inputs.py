@@ -427,10 +427,10 @@ class Names:
         self.cache = "cache" if renamed else _PAST
 
     def own(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments by the model's own names, where some have a former name."""
+        """Return the arguments by the model's own names; a former name is read where it is alone."""
         if self.cache == _PAST or _PAST not in given:
             return given
-        return {self.cache if name == _PAST else name: value for name, value in given.items()}
+        return {self.cache: given[_PAST]} | {n: one for n, one in given.items() if n != _PAST}
 
 
 class Prompt(NamedTuple):
