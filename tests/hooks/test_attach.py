@@ -126,6 +126,32 @@ class TestTheModel:
         finally:
             model.__class__ = before
 
+    @pytest.mark.parametrize("either", [False, True])
+    def test_has_a_forward_of_an_earlier_transformers(self, model: Any, either: bool) -> None:
+        """From 5.24 on `generate` calls the cache `cache`, also where a forward does not."""
+        before, prompt = type(model), models.prompt(100)
+
+        class Former(before):  # type: ignore[misc,valid-type]
+            def forward(self, input_ids: Any, past_key_values: Any = None, **more: Any) -> Any:
+                return super().forward(input_ids, past_key_values=past_key_values, **more)
+
+        class Either(before):  # type: ignore[misc,valid-type]
+            def forward(
+                self, input_ids: Any, past_key_values: Any = None, cache: Any = None, **more: Any
+            ) -> Any:
+                more[PAST] = past_key_values if cache is None else cache
+                return super().forward(input_ids, **more)
+
+        expected = answer(model, prompt)
+        model.__class__ = Either if either else Former
+        try:
+            with attached(model, revision="former") as kv:
+                assert torch.equal(answer(model, prompt), expected)
+                assert torch.equal(answer(model, prompt), expected)
+                assert reused(kv) > 0
+        finally:
+            model.__class__ = before
+
     @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
     @pytest.mark.filterwarnings("ignore:FlowKV (leaves this call|shares nothing)")
     def test_says_what_it_said(self, model: Any, implementation: str) -> None:

@@ -405,6 +405,7 @@ class Names:
         positions: The positions.
         embeds: Embeddings given instead of token ids.
         cache: The cache: `past_key_values` up to transformers 5.23.
+        other: The other name by which calls may pass the cache, or None.
         counts: Without positions, it counts on from the length of its cache.
         whole: Types of tokens that it reads from the first token on, also behind a cache.
     """
@@ -422,15 +423,16 @@ class Names:
         names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
         whose = "decoder_" if self.encoder else ""
         self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)
+        former, named = _PAST in self.parameters, "cache" in self.parameters
         takes = RENAMED and any(one.kind is one.VAR_KEYWORD for one in signature)
-        renamed = _PAST not in self.parameters and (takes or "cache" in self.parameters)
+        renamed = (named or takes) and not former or (named and RENAMED)
         self.cache = "cache" if renamed else _PAST
+        self.other = _PAST if renamed else "cache" if takes else None
 
     def own(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments by the model's own names; a former name is read where it is alone."""
-        if self.cache == _PAST or _PAST not in given:
-            return given
-        return {self.cache: given[_PAST]} | {n: one for n, one in given.items() if n != _PAST}
+        """Return arguments with the cache by its own name: of two caches that named `cache`."""
+        cache = given["cache" if "cache" in given else _PAST]
+        return {n: one for n, one in given.items() if n != self.other} | {self.cache: cache}
 
 
 class Prompt(NamedTuple):
