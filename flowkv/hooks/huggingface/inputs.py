@@ -423,11 +423,10 @@ class Names:
         names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
         whose = "decoder_" if self.encoder else ""
         self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)
-        former, named = _PAST in self.parameters, "cache" in self.parameters
+        former, named = (name in self.parameters for name in (_PAST, "cache"))
         takes = RENAMED and any(one.kind is one.VAR_KEYWORD for one in signature)
-        renamed = (named or takes) and not former or (named and RENAMED)
-        self.cache = "cache" if renamed else _PAST
-        self.other = _PAST if renamed else "cache" if takes else None
+        newer = (named and RENAMED) or ((named or takes) and not former)
+        self.cache, self.other = ("cache", _PAST) if newer else (_PAST, "cache" if takes else None)
 
     def own(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return arguments with the cache by its own name: of two caches that named `cache`."""
