@@ -99,16 +99,16 @@ class TestTheModel:
         assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
         assert "flowkv" not in str(model.config.to_dict())
 
-    @pytest.mark.parametrize("said", ["cache", "past_key_values"])
+    @pytest.mark.parametrize("said", ["cache", "past_key_values", "cache past_key_values"])
     def test_of_a_later_transformers_calls_its_cache_otherwise(self, model: Any, said: str) -> None:
-        """As from 5.24 on, where both names are taken, and the newer one is in the signature."""
+        """As from 5.24 on, where both names are taken, and the newer one goes before the other."""
         before, prompt = type(model), models.prompt(100)
 
         class Later(before):  # type: ignore[misc,valid-type]
             def forward(
                 self, input_ids: Any, cache: Any = None, logits_to_keep: int = 0, **more: Any
             ) -> Any:
-                more = {PAST: cache} | more | {"logits_to_keep": logits_to_keep}
+                more |= {PAST: cache, "logits_to_keep": logits_to_keep}
                 return super().forward(input_ids, **more)
 
         expected = answer(model, prompt)
@@ -116,11 +116,39 @@ class TestTheModel:
         try:
             with attached(model, revision="later") as kv, torch.no_grad():
                 for known in (False, True):
-                    more = {said: DynamicCache(config=model.config), "logits_to_keep": 1}
-                    out = model(prompt, use_cache=True, **more)
-                    assert isinstance(getattr(out, PAST), PagedCache)
+                    given = {name: DynamicCache(config=model.config) for name in said.split()}
+                    out = model(prompt, use_cache=True, logits_to_keep=1, **given)
+                    first, *others = given.values()
+                    assert getattr(out, PAST) is first and isinstance(first, PagedCache)
+                    assert not any(isinstance(other, PagedCache) for other in others)
                     assert torch.equal(out.logits[:, -1].argmax(-1), expected[:, 100])
                     assert (reused(kv) > 0) == known
+        finally:
+            model.__class__ = before
+
+    @pytest.mark.parametrize("either", [False, True])
+    def test_has_a_forward_of_an_earlier_transformers(self, model: Any, either: bool) -> None:
+        """From 5.24 on `generate` calls the cache `cache`, also where a forward does not."""
+        before, prompt = type(model), models.prompt(100)
+
+        class Former(before):  # type: ignore[misc,valid-type]
+            def forward(self, input_ids: Any, past_key_values: Any = None, **more: Any) -> Any:
+                return super().forward(input_ids, past_key_values=past_key_values, **more)
+
+        class Either(before):  # type: ignore[misc,valid-type]
+            def forward(
+                self, input_ids: Any, past_key_values: Any = None, cache: Any = None, **more: Any
+            ) -> Any:
+                more[PAST] = past_key_values if cache is None else cache
+                return super().forward(input_ids, **more)
+
+        expected = answer(model, prompt)
+        model.__class__ = Either if either else Former
+        try:
+            with attached(model, revision="former") as kv:
+                assert torch.equal(answer(model, prompt), expected)
+                assert torch.equal(answer(model, prompt), expected)
+                assert reused(kv) > 0
         finally:
             model.__class__ = before
 

@@ -325,7 +325,7 @@ class ForwardHook:
     def _past(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Return the arguments by the model's own names, and the decoder's own cache of them."""
         names = self.names
-        if names.cache != "past_key_values":
+        if names.other in given:
             given = names.own(given)
         cache = given.get(names.cache)
         if isinstance(cache, EncoderDecoderCache):

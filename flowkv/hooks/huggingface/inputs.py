@@ -405,6 +405,7 @@ class Names:
         positions: The positions.
         embeds: Embeddings given instead of token ids.
         cache: The cache: `past_key_values` up to transformers 5.23.
+        other: The other name by which calls may pass the cache, or None.
         counts: Without positions, it counts on from the length of its cache.
         whole: Types of tokens that it reads from the first token on, also behind a cache.
     """
@@ -422,15 +423,15 @@ class Names:
         names = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
         whose = "decoder_" if self.encoder else ""
         self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)
+        former, named = (name in self.parameters for name in (_PAST, "cache"))
         takes = RENAMED and any(one.kind is one.VAR_KEYWORD for one in signature)
-        renamed = _PAST not in self.parameters and (takes or "cache" in self.parameters)
-        self.cache = "cache" if renamed else _PAST
+        newer = (named and RENAMED) or ((named or takes) and not former)
+        self.cache, self.other = ("cache", _PAST) if newer else (_PAST, "cache" if takes else None)
 
     def own(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments by the model's own names, where some have a former name."""
-        if self.cache == _PAST or _PAST not in given:
-            return given
-        return {self.cache if name == _PAST else name: value for name, value in given.items()}
+        """Return arguments with the cache by its own name: of two caches that named `cache`."""
+        cache = given["cache" if "cache" in given else _PAST]
+        return {n: one for n, one in given.items() if n != self.other} | {self.cache: cache}
 
 
 class Prompt(NamedTuple):
