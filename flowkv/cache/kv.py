@@ -712,6 +712,7 @@ class KV:
                 most = len(ids) - 1 if limit is None else min(limit, len(ids))
                 with planner.store.context.moment():
                     seq.request = request
+                    planner.store.eviction.expire()
                     if request < 0:  # else the policies know it
                         self.visits.begin(seq, self.queue.pop(seq))
                     if reuse and most > 0 and not self.private:
@@ -886,6 +887,7 @@ class KV:
             seq = self._sequence(self._agreed(), tenant, self._salted(ids, salts))
             try:
                 seq.note(ids)
+                Planner.of(seq).store.eviction.expire()
                 return self.restorer.restore(seq, len(seq.tokens))
             finally:
                 self._close(seq)

@@ -222,7 +222,6 @@ class PrefixMatcher:
         Returns:
             Tokens attached.
         """
-        self.store.eviction.expire()
         pages, overflow = max(0, limit) // self.page_size, self.planner.overflow
         _, loaded = self.attach(seq, pages, pays=pays)
         if overflow is not None and seq.length < pages * self.page_size:
@@ -683,7 +682,6 @@ class RestoreScheduler:
             computable: See `RestorePlan`.
         """
         size, restorer, started_s = self.restorer.page_size, self.restorer, compiling.now_s()
-        self.store.eviction.expire()
         known = restorer.match(seq, max(0, limit) // size)
         if self.policy.at_once and self._may_copy(seq, known, limit):
             restorer.restore(seq, limit)

@@ -512,7 +512,6 @@ class Snapshots:
         Returns:
             Tokens attached that do not load any more.
         """
-        self.store.eviction.expire()
         for length, block in self._candidates(seq, limit):
             pages = length // self.planner.page_size
             if self.restorer.match(seq, pages) < pages:

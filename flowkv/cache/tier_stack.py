@@ -642,5 +642,6 @@ class TierStack:
     def relieve(self, chosen: Callable[[PolicyPlace, int], list[int]], reason: str) -> None:
         """Evict the blocks that `chosen` has removed from each place's policy."""
         for number, place in enumerate(self.places):
-            slots = chosen(place, self.context.now_ns())
-            self._evict_all([self.index.at(slot) for slot in slots], number, reason)
+            if slots := chosen(place, self.context.now_ns()):
+                self._evict_all([self.index.at(slot) for slot in slots], number, reason)
+                self.mover.drain()  # what it passed on counts in the places below

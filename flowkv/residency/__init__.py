@@ -318,20 +318,6 @@ class Ledger:
                     self._moves.append(Move(gone[:n], shelf.number, -1))
         return now
 
-    def _relieve(self, now: int, k: int) -> None:
-        """Evict the blocks that exceed quotas or the capacity of a place."""
-        shelf, state = self._shelves[k], self._state
-        if shelf.shed is not None:
-            victims = shelf.shed(now, self._protected(shelf))
-            if len(victims):
-                self._give_up(now, k, victims)
-        while (over := int(state[shelf.used_at]) - shelf.capacity) > 0:
-            n = -(-over // int(state[at.LARGEST]))
-            victims = shelf.victims(now, n, self._protected(shelf))
-            if not len(victims):
-                return
-            self._give_up(now, k, victims)
-
     def _give_up(self, now: int, k: int, victims: Slots) -> None:
         """Evict a policy's victims from a place, demoting those that live caches demote.
 
@@ -434,16 +420,15 @@ class Ledger:
                     shelf.policy.remove(gone)
                     self._moves.append(Move(gone, shelf.number, -1))
         for shelf in self._shelves:  # once all have left all places
-            if self._state[shelf.used_at] > shelf.capacity:
-                self._relieve(now, shelf.number)
+            self._make_room(now, shelf, 0)
 
     def _overflow(self, now: int, landed: Slots) -> Slots:
         """Make room in the first place for what `land` wrote; return those beyond it."""
         first, used = self._shelves[0], self._state
-        if used[first.used_at] <= first.capacity and first.shed is None:
+        if used[first.used_at] <= first.capacity:
             return NO_SLOTS
         fresh = landed[0, landed[2] == 1]
-        self._relieve(now, 0)
+        self._make_room(now, first, 0)
         if used[first.used_at] <= first.capacity:
             return NO_SLOTS
         fresh = fresh[self._blocks["here"][fresh] & 1 == 1]  # others' reserves and pins
@@ -465,11 +450,15 @@ class Ledger:
             return self._ghosts
         return max(LEAST_GHOSTS, GHOSTS_PER_RESIDENT * int(self._state[at.RESIDENT]))
 
+    def _end(self, now: int) -> list[Move]:
+        """End a request: evict the blocks that exceed limits of tenants; return the moves."""
+        for shelf in self._shelves:
+            if shelf.shed and len(victims := shelf.shed(now, self._protected(shelf))):
+                self._give_up(now, shelf.number, victims)
+        return self._flush()
+
     def _flush(self) -> list[Move]:
-        """End a call: keep limits below the first place, and the bound of ghosts; return moves."""
-        for shelf in self._shelves[1:]:
-            if shelf.shed is not None:
-                self._relieve(self._clock, shelf.number)
+        """End a call: keep the bound of ghosts, and return the moves."""
         bound = self.ghost_bound
         if self._state[at.GHOSTS] > bound:
             bound -= bound // GHOSTS_AT_ONCE
@@ -564,7 +553,7 @@ class Ledger:
         declined = self._overflow(now, landed)
         if len(declined):
             self._moves.append(Move(declined, 0, -1))
-        return Plan(hits, chain, sources, len(chain), self._flush())
+        return Plan(hits, chain, sources, len(chain), self._end(now))
 
     def begin(
         self, now_ns: int, request: int, namespace: int, ids: Ids, meta: Meta = PLAIN
@@ -612,12 +601,13 @@ class Ledger:
         """
         if request not in self._live:
             raise StateError(f"request {request} is not under way", "Begin it first")
-        now, (chain, computed) = self._advance(now_ns), self._live.pop(request)
+        self._clock = now = max(now_ns, self._clock)
+        chain, computed = self._live.pop(request)
+        self._unpin(now, chain, done=True)
         self._write(now, computed[self._blocks["here"][computed] & 1 == 1])
         for shelf in self._shelves:
             shelf.policy.complete(now, request, stop=stop, output_tokens=output_tokens)
-        self._unpin(now, chain, done=True)
-        return self._flush()
+        return self._end(now)
 
     def abort(self, now_ns: int, request: int) -> Sequence[Move]:
         """End a begun request that will not go on; the blocks that it did not bring leave."""
@@ -626,7 +616,7 @@ class Ledger:
             shelf.policy.abort(now, request)
         if request in self._live:
             self._unpin(now, self._live.pop(request)[0], done=False)
-        return self._flush()
+        return self._end(now)
 
     def tick(self, now_ns: int) -> Sequence[Move]:
         """Advance the time and remove expired blocks, as every deciding call does first."""
@@ -659,7 +649,7 @@ class Ledger:
         """Change the capacity of a place. Pinned blocks stay, even if they exceed it."""
         now = self._advance(now_ns)
         self._shelves[place].resize(capacity_bytes)
-        self._relieve(now, place)
+        self._make_room(now, self._shelves[place], 0)
         return self._flush()
 
     def digest(self) -> int:

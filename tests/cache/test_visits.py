@@ -176,6 +176,16 @@ def test_a_lease_ends_where_it_was_given_for() -> None:
         assert [kv.explain([*p, 9]).known for p in (P, Q, R)] == [0, 0, 24]
 
 
+@pytest.mark.parametrize("more", [{"lease": "turn_end"}, {"retain": [Retain(0, 16, priority=80)]}])
+def test_a_request_does_not_renew_what_has_run_out(more: dict[str, Any]) -> None:
+    lru = {"tiers": [HostTier(1 << 20)], "policy_options": {"max_age_s": 10}}
+    kv = make_kv(simple(), pages=16, clock=ManualClock(), **lru)
+    published(kv, [*P, 9])
+    kv.clock.advance(s=11.0)
+    with kv.open([*P, 9], **more) as seq:
+        assert seq.reused == 0
+
+
 def test_an_unknown_lease_is_refused_before_anything_happens() -> None:
     kv, (log,) = logged(pages=8)
     with pytest.raises(ConfigError, match="knows no lease class 'turn_ends'"):

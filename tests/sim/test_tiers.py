@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from math import inf
 from typing import Any
 
 import msgspec
@@ -25,8 +26,10 @@ from tests.inside import (
     ManualClock,
     OnePlace,
     PlaceStack,
+    Quota,
     ReplayTier,
     Shape,
+    Tenants,
     WriteAdmission,
     block_costs,
     first_tokens_s,
@@ -41,6 +44,13 @@ S, PAGE_BYTES = 10**9, 4096
 Found = list[list[int]]
 Content = list[set[int]]
 Calls = list[list[Any]]
+Quotas = dict[str, dict[str, tuple[int, float]]]
+
+QUOTAS: Quotas = {
+    "0": {"gpu": (4, 6), "host": (2, 8), "disk": (0, 12)},
+    "1": {"gpu": (3, inf), "host": (0, inf), "disk": (0, inf)},
+}
+"""Blocks that each tenant has in reserve in a place of a kind, and the most."""
 
 
 @settings(max_examples=15)
@@ -226,6 +236,14 @@ def talks(seed: int, requests: int) -> Trace:
     )  # fmt: skip
 
 
+def shares(kinds: dict[str, tuple[int, float]], size: int) -> dict[str, str]:
+    """A tenant's quotas as the text of a configuration, with blocks of a size."""
+    return {
+        kind: f"{reserve * size}B:{'' if limit == inf else f'{limit * size}B'}"
+        for kind, (reserve, limit) in kinds.items()
+    }
+
+
 def story_of(log: CallLog, blocks: dict[int, int]) -> Calls:
     """Calls that change a policy, about blocks, and tenants and sessions in order of first use.
 
@@ -255,8 +273,9 @@ def story_of(log: CallLog, blocks: dict[int, int]) -> Calls:
 
 
 def live(
-    trace: Trace, policy: str, rooms: list[int], lasts: list[bool], admit: str
-) -> tuple[Found, Content, list[Calls]]:
+    trace: Trace, policy: str, rooms: list[int], lasts: list[bool], admit: str,
+    quotas: Quotas | None = None, **options: Any,
+) -> tuple[Found, Content, list[Calls]]:  # fmt: skip
     """Blocks that each request reads from each place, the content at the end, and all calls."""
     clock, found, names, logs = ManualClock(), Found(), dict[bytes, int](), list[CallLog]()
     tiers = [
@@ -268,12 +287,14 @@ def live(
     ]
 
     def make() -> Policy:
-        logs.append(CallLog(make_policy(policy)))
+        logs.append(CallLog(make_policy(policy, **options)))
         return logs[-1]
 
+    given = {name: shares(kinds, PAGE_BYTES) for name, kinds in (quotas or {}).items()}
     kv = make_kv(
-        simple(), pages=rooms[0], policy=make, clock=clock, tiers=tiers, prefetch="off", admit=admit
-    )
+        simple(), pages=rooms[0], policy=make, clock=clock, tiers=tiers, prefetch="off",
+        admit=admit, quotas=given,
+    )  # fmt: skip
     store = kv.planner.store
     assert store.pools["cpu"].capacity_granules == rooms[0]
 
@@ -291,6 +312,9 @@ def live(
             names.update((seq.key(0, page), block) for page, block in enumerate(chain))
             if part := tokens[seq.position : -1]:  # without the open page of the last token
                 advance(kv, [seq], [part])
+            with kv.lock:
+                while store.writes.drain():
+                    pass
         with kv.lock:
             while store.writes.drain():
                 pass
@@ -303,12 +327,25 @@ def live(
 
 
 def simulated(
-    trace: Trace, policy: str, rooms: list[int], lasts: list[bool], admit: str
-) -> tuple[Found, Content, list[Calls]]:
+    trace: Trace, policy: str, rooms: list[int], lasts: list[bool], admit: str,
+    quotas: Quotas | None = None, **options: Any,
+) -> tuple[Found, Content, list[Calls]]:  # fmt: skip
     """The same of the simulator."""
     rule = None if admit == "all" else WriteAdmission(admit)
-    logs = [CallLog(make_policy(policy)) for _ in rooms]
-    stack = PlaceStack(trace, logs, rooms, lasts, rule, held=True)
+    logs = list[CallLog]()
+
+    def make() -> Policy:
+        logs.append(CallLog(make_policy(policy, **options)))
+        return logs[-1]
+
+    kinds = ["gpu", *("disk" if last else "host" for last in lasts[1:])]
+    policies = [
+        Tenants(make, {int(name): Quota(*some[kind]) for name, some in quotas.items()})
+        if quotas
+        else make()
+        for kind in kinds
+    ]
+    stack = PlaceStack(trace, policies, rooms, lasts, rule, held=True)
     stack.replay()
     known = stack.ledger._blocks[: trace.unique]
     block_of = {lo: block for block, lo in enumerate(wide(np.arange(trace.unique))[:, 0].tolist())}
@@ -318,16 +355,30 @@ def simulated(
     return stack.found.tolist(), here, [story_of(log, blocks) for log in logs]
 
 
+SHARED, TIMED = {"quotas": QUOTAS}, {"lease_s": 25.0, "max_age_s": 80.0}
+
+
 @pytest.mark.parametrize(
-    ("policy", "lasts", "admit"),
+    ("policy", "lasts", "admit", "more"),
     [
-        ("arc", [], "all"),
-        ("lru", [False, True], "all"),
-        ("lfu-ttl", [False, True], "auto"),
-        ("hazard", [False], "all"),
-        ("lru", [False, True, True], "all"),
+        ("arc", [], "all", {}),
+        ("lru", [False, True], "all", {}),
+        ("lfu-ttl", [False, True], "auto", {}),
+        ("hazard", [False], "all", {}),
+        ("lru", [False, True, True], "all", {}),
+        ("lru", [], "all", SHARED),
+        ("lfu-ttl", [False, True], "all", SHARED),
+        ("lru", [True], "all", TIMED),
+        ("lfu-ttl", [False, True], "all", TIMED),
         *(
-            pytest.param(policy, lasts, admit, marks=pytest.mark.thorough)
+            pytest.param(policy, lasts, admit, more, marks=pytest.mark.thorough)
+            for policy in ("lru", "lfu-ttl", "cost-aware", "hazard")
+            for lasts in ([False], [True], [False, True], [False, True, True])
+            for admit, more in (("all", SHARED), ("all", TIMED), ("auto", SHARED), ("auto", TIMED))
+            if admit == "all" or any(lasts)
+        ),
+        *(
+            pytest.param(policy, lasts, admit, {}, marks=pytest.mark.thorough)
             for policy in ("lru", "lfu-ttl", "cost-aware", "hazard", "auto")
             for lasts in ([False], [True], [False, True], [False, True, True])
             for admit in ("all", "auto", "second-touch")
@@ -336,11 +387,11 @@ def simulated(
         ),
     ],
 )
-def test_a_live_cache_reads_and_holds_what_the_simulator_says(policy, lasts, admit):
-    rooms = [12, *[(), (20,), (16, 40), (16, 20, 30)][len(lasts)]]
+def test_a_live_cache_reads_and_holds_what_the_simulator_says(policy, lasts, admit, more):
+    rooms = [16 if more else 12, *[(), (20,), (16, 40), (16, 20, 30)][len(lasts)]]
     trace = talks(seed=len(policy) - len(lasts), requests=120)
-    want, content, calls = live(trace, policy, rooms, [False, *lasts], admit)
-    got, here, others = simulated(trace, policy, rooms, [False, *lasts], admit)
+    want, content, calls = live(trace, policy, rooms, [False, *lasts], admit, **more)
+    got, here, others = simulated(trace, policy, rooms, [False, *lasts], admit, **more)
     for some, same in [(want, got), *zip(calls, others, strict=True)]:
         assert next((pair for pair in zip_longest(some, same) if pair[0] != pair[1]), None) is None
     assert here == content
