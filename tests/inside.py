@@ -34,14 +34,7 @@ if TYPE_CHECKING:
     from flowkv.cache.audit import due
     from flowkv.cache.block_table import Planner, relocate
     from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
-    from flowkv.cache.index import (
-        UNKNOWN,
-        Block,
-        PrefixIndex,
-        SwappedCopy,
-        enter_tier,
-        most_ghosts,
-    )
+    from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy, enter_tier, most_ghosts
     from flowkv.cache.kv import (
         PagedRow,
         bind,
@@ -56,14 +49,7 @@ if TYPE_CHECKING:
     from flowkv.cache.later import DeviceTimer, Later
     from flowkv.cache.listing import Listing
     from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
-    from flowkv.cache.mover import (
-        SHARE,
-        IOPriority,
-        Lane,
-        Mover,
-        Schedule,
-        TransferRequest,
-    )
+    from flowkv.cache.mover import SHARE, IOPriority, Lane, Mover, Schedule, TransferRequest
     from flowkv.cache.pinned import Copies, CudaStreams, open_copies
     from flowkv.cache.pool import PagePool
     from flowkv.cache.requests import Prefetch
@@ -365,22 +351,9 @@ if TYPE_CHECKING:
     )
     from flowkv.policy.order.compiled import SECOND as compiled_SECOND
     from flowkv.policy.order.leaf import FIRST_CAPACITY, LeafOrder, as_slots
-    from flowkv.policy.pages import (
-        Defragmentation,
-        Importance,
-        Ladder,
-        Occupancy,
-        make_ladder,
-    )
+    from flowkv.policy.pages import Defragmentation, Importance, Ladder, Occupancy, make_ladder
     from flowkv.policy.prefetch.markov import Markov
-    from flowkv.policy.prefetch.prefetcher import (
-        HINT,
-        LEARNED,
-        QUEUE,
-        Hint,
-        RegretGuard,
-        class_of,
-    )
+    from flowkv.policy.prefetch.prefetcher import HINT, LEARNED, QUEUE, Hint, RegretGuard, class_of
     from flowkv.policy.restore.costs import LoadGate, Rates
     from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
     from flowkv.policy.scheduling import WaitingLine, Worth

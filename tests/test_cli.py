@@ -200,8 +200,7 @@ def store(tmp_path: Path) -> Path:
     path = tmp_path / "kv"
     tier = DiskTier(path, 16 << 20)
     info = FrameInfo(
-        *("page", 0, 0, b"layout".ljust(16), bytes(32), b"model".ljust(32)),
-        *(0, 64, 4096),
+        *("page", 0, 0, b"layout".ljust(16), bytes(32), b"model".ljust(32)), *(0, 64, 4096)
     )
     bodies = [bytes([number]) * 8192 for number in (1, 2, 3)]
     wishes = [Store(bytes([n]) * 32, info, memoryview(body)) for n, body in enumerate(bodies)]

@@ -172,16 +172,12 @@ READERS = {
     "mooncake": Reader(read_trace, (ConfigError,), lambda path: write_lines(path, LINE, LINE)),
     "sessions": Reader(read_trace, (ConfigError,), lambda path: write_lines(path, SESSION)),
     "packed": Reader(
-        read_trace,
-        (ConfigError,),
-        lambda path: path.write_bytes(zstandard.compress(line() * 9)),
+        read_trace, (ConfigError,), lambda path: path.write_bytes(zstandard.compress(line() * 9))
     ),
     "npz": Reader(read_trace, (ConfigError,), write_arrays),
     "recording": Reader(read_trace, (ConfigError,), write_recording),
     "events": Reader(
-        read_events,
-        (ConfigError,),
-        lambda path: path.write_bytes(msgspec.msgpack.encode(EVENTS)),
+        read_events, (ConfigError,), lambda path: path.write_bytes(msgspec.msgpack.encode(EVENTS))
     ),
     "export": Reader(read_export, (StoreError,), write_export),
     "weights": Reader(read_weights, (StoreError,), write_weights),

@@ -59,10 +59,7 @@ def moves(machine: Machine) -> Iterator[dict[str, Any]]:
     at, to = order[:count], order[count:]
     source, target = ((x * layout.granules).int() for x in (at, to))
     copied = 2 * count * layout.page_bytes
-    for place, limits in (
-        ("", ("copy", "copy")),
-        (" pinned", ("to_host", "to_device")),
-    ):
+    for place, limits in (("", ("copy", "copy")), (" pinned", ("to_host", "to_device"))):
         room = torch.full(
             (count, layout.page_bytes),
             0xFF,

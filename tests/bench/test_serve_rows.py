@@ -14,15 +14,7 @@ from bench.serve import command
 from bench.serve.baselines import BATCHED, SEQUENTIAL, STATIC
 from bench.serve.ground import Ground, Setting
 from bench.serve.promise import FIRST_COME, promises
-from bench.serve.protocol import (
-    BASELINES,
-    LOADS,
-    PARTS,
-    Plan,
-    cells_of,
-    describe,
-    measure_loads,
-)
+from bench.serve.protocol import BASELINES, LOADS, PARTS, Plan, cells_of, describe, measure_loads
 from bench.serve.recommend import Advice, recommend
 from bench.serve.row import UNCACHED, Row, cells, situation
 from bench.serve.served import Spread

@@ -13,15 +13,7 @@ from flowkv.policy import LRU
 from flowkv.testing import MemoryTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import Deferred, lasting
-from tests.cache.toy import (
-    advance,
-    check_content,
-    geometry,
-    make_kv,
-    opened,
-    published,
-    simple,
-)
+from tests.cache.toy import advance, check_content, geometry, make_kv, opened, published, simple
 from tests.inside import CapacityError, ConfigError, StateError, bind, follow, warn
 from tests.inside import kv_plan as plan
 

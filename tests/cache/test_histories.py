@@ -60,11 +60,7 @@ IMPOSSIBLE = {
         read(1, 6, 7),
         read(2, 9, 10),
     ],
-    "one of several pages": [
-        write(1, 0, 1, "b"),
-        erase(2, 3, "a", "b"),
-        read(1, 4, 5, "b"),
-    ],
+    "one of several pages": [write(1, 0, 1, "b"), erase(2, 3, "a", "b"), read(1, 4, 5, "b")],
     "two pages leave no common moment": [
         write(1, 0, 1, "a"),
         write(2, 3, 4, "b"),

@@ -186,9 +186,7 @@ def test_a_child_does_not_inherit_what_other_threads_compile() -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_what_is_compiled_for_long_is_told(
-    terminal: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_EVERY_S", 0.01)
     monkeypatch.setattr(compiling, "LINE", progress.ProgressLine())

@@ -55,9 +55,7 @@ from lmcache.v1.distributed.config import (
 )
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
-from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import (
-    PluginL2AdapterConfig,
-)
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
 from lmcache.v1.distributed.storage_manager import StorageManager
 
@@ -571,13 +569,7 @@ def encoded(codec: str, values: torch.Tensor, key: Any, basis: Any = None) -> An
     seed=st.integers(0, 1 << 30),
 )
 def test_what_is_decoded_differs_by_what_the_head_says(
-    codec: str,
-    dtype: torch.dtype,
-    layers: int,
-    tokens: int,
-    heads: int,
-    scale: float,
-    seed: int,
+    codec: str, dtype: torch.dtype, layers: int, tokens: int, heads: int, scale: float, seed: int
 ) -> None:
     shape = torch.Size([2, layers, tokens, heads * DIM])
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(scale).to(dtype)

@@ -215,8 +215,7 @@ def test_long_secrets_count_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens",
-    [[1, 2, 3], (1, 2, 3), range(1, 4), iter([1, 2, 3]), np.array([1, 2, 3], np.int16)],
+    "tokens", [[1, 2, 3], (1, 2, 3), range(1, 4), iter([1, 2, 3]), np.array([1, 2, 3], np.int16)]
 )
 def test_as_tokens_takes_any_flat_integers(tokens: object) -> None:
     array = as_tokens(tokens)  # type: ignore[arg-type]

@@ -132,10 +132,7 @@ def attribute(name: str, value: Any) -> Callable[[Any], object]:
 # What a module holds, and an edit of it.
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "tuples": (lambda: {(0, 1): 1.0, (1, 0): 1.0}, put((0, 1), 2.0)),
-    "tuples_of_tuples": (
-        lambda: {(0, (1, "a")): 1.0, (0, (1, "b")): 1.0},
-        put((0, (1, "a")), 2.0),
-    ),
+    "tuples_of_tuples": (lambda: {(0, (1, "a")): 1.0, (0, (1, "b")): 1.0}, put((0, (1, "a")), 2.0)),
     "dtypes": (lambda: {torch.float32: 1.0, torch.float64: 1.0}, put(torch.float32, 2.0)),
     "many_tuples": (lambda: {(i, 0): 1.0 for i in range(100)}, put((40, 0), 2.0)),
     "order": (lambda: {"a": "add", "b": "mul"}, lambda s: s.update({"a": s.pop("a")})),

@@ -10,14 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.inside import (
-    BasisFile,
-    ConfigError,
-    basis_digest,
-    open_basis,
-    page_layout,
-    save_basis,
-)
+from tests.inside import BasisFile, ConfigError, basis_digest, open_basis, page_layout, save_basis
 from tests.kvt.pages import SIZE, Source, group, layout, learner
 
 CODER = learner(Source(layout())).coder(3e-3, {"kl": 0.25})

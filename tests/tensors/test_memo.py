@@ -797,9 +797,7 @@ def test_what_is_computed_sooner_than_loaded_is_computed(monkeypatch: pytest.Mon
     keeper.close()
 
 
-def test_a_tier_that_hangs_delays_no_longer_than_computing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tier_that_hangs_delays_no_longer_than_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr("flowkv.residency.keeper._CLOSE_POLLS", 2)
 

@@ -173,10 +173,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "tiers/test_faults.py::test_S4_the_audit_hook_bites",
         ),
     ),
-    "S5": (
-        "ports are opened",
-        ("tiers/test_faults.py::test_S5_no_port_is_opened_for_others",),
-    ),
+    "S5": ("ports are opened", ("tiers/test_faults.py::test_S5_no_port_is_opened_for_others",)),
     "S6": (
         "a compressed frame is a bomb",
         (

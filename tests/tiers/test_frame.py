@@ -50,12 +50,7 @@ def frame(stripes: int = 3, step: int = GRANULE_BYTES, **changes: object) -> tup
     odd=st.integers(1, 9000),
 )
 def test_round_trip(
-    kind: str,
-    codec: int,
-    numbers: tuple[int, int, int, int],
-    world: int,
-    stripes: int,
-    odd: int,
+    kind: str, codec: int, numbers: tuple[int, int, int, int], world: int, stripes: int, odd: int
 ) -> None:
     step = odd if stripes == 1 else GRANULE_BYTES
     group, tokens, start, stop = numbers
@@ -114,10 +109,7 @@ def test_sizes_generation_and_salt(
     end = starts[first + count - 1] + sizes[first + count - 1]
     assert place(header, first, count) == (starts[first], end - starts[first])
     assert header.frame_bytes == starts[-1] + sizes[-1]
-    assert place(described, first, count) == (
-        described.header_bytes + first * 8192,
-        count * 8192,
-    )
+    assert place(described, first, count) == (described.header_bytes + first * 8192, count * 8192)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (4097, 1), (1, 4097)])

@@ -16,18 +16,7 @@ from tests.clock import together
 from tests.inside import ConfigError, HostTier, ManualClock, StateError, host, tiers_digest
 
 from .counting import Counting
-from .frames import (
-    LAYOUT,
-    answers,
-    body_of,
-    get,
-    hits,
-    info_of,
-    key_of,
-    outcomes,
-    put,
-    stored,
-)
+from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 
 
 def test_is_a_tier() -> None:

@@ -293,10 +293,7 @@ def test_a_bomb_takes_no_memory() -> None:
     assert len(bomb) < STEP // 2
     stripe = lossless_stripe(bomb, bomb)
     header = Header(
-        key_of("bomb"),
-        info_of(STEP),
-        digest_of(bytes(STEP)),
-        sizes=struct.pack("<I", len(stripe)),
+        key_of("bomb"), info_of(STEP), digest_of(bytes(STEP)), sizes=struct.pack("<I", len(stripe))
     )
     data = pack_header(header) + stripe
     with pytest.raises(BadFrame):

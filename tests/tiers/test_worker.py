@@ -362,12 +362,7 @@ def test_stores_leave_threads_to_loads() -> None:
         assert gate.wait(60)
         pool.answer(item, Outcome.STORED)
 
-    pool = workers(
-        lambda item: pool.answer(item, Outcome.MISS),
-        store,
-        threads=2,
-        storing=1,
-    )
+    pool = workers(lambda item: pool.answer(item, Outcome.MISS), store, threads=2, storing=1)
     pool.submit([body(n) for n in range(3)], 100)
     assert storing.acquire(timeout=60)
     pool.submit([wish("a")], 100)

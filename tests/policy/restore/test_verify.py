@@ -59,9 +59,7 @@ def entry(at: int, **values):
 
 
 FAULTS = {
-    "numbers": [
-        changed(0, entry(0, request=8)),
-    ],
+    "numbers": [changed(0, entry(0, request=8))],
     "time": [
         changed(0, entry(0, start_s=0.5)),
         changed(0, entry(0, end_s=0.9)),
@@ -87,9 +85,7 @@ FAULTS = {
     ],
     "front": [changed(0, entry(0, tokens=Span(8, 12)))],
     "back": [changed(1), changed(1, entry(1, start_s=1.5, end_s=2.0))],
-    "causal": [
-        changed(0, (compute(4, 8), 1.0, 3.0, True), (compute(8, 12), 2.0, 3.0, True)),
-    ],
+    "causal": [changed(0, (compute(4, 8), 1.0, 3.0, True), (compute(8, 12), 2.0, 3.0, True))],
     "layers": [
         changed(
             0,

@@ -264,9 +264,7 @@ def test_slots_of_doubtful_transfers_are_retired(
     assert all(client.closed for client in clients)
 
 
-def test_what_comes_back_late_is_retired_whatever_it_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_comes_back_late_is_retired_whatever_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.inside import mooncake
 
     client = FakeClient()
