@@ -6,564 +6,229 @@ so what an optional package or a device brings is missed only by those tests tha
 
 from __future__ import annotations
 
-import ast
 import importlib
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.clock import ManualClock  # the tests' own implementation of `Clock`
 
-if TYPE_CHECKING:
-    from flowkv.cache import (
-        ahead,
-        ending,
-        erasure,
-        export,
-        listing,
-        mover,
-        overflow,
-        pinned,
-        seal,
-        stack,
-        step,
-        store,
-        swap,
-    )
-    from flowkv.cache import pool as cache_pool
-    from flowkv.cache import restore as cache_restore
-    from flowkv.cache.audit import due
-    from flowkv.cache.block_table import Planner, relocate
-    from flowkv.cache.export import MAGIC, ArchiveReader, ArchiveWriter
-    from flowkv.cache.index import UNKNOWN, Block, PrefixIndex, SwappedCopy, enter_tier, most_ghosts
-    from flowkv.cache.kv import (
-        PagedRow,
-        bind,
-        drop_unproven,
-        follow,
-        forget_name,
-        levels,
-        source,
-        warn,
-    )
-    from flowkv.cache.kv import plan as kv_plan
-    from flowkv.cache.later import DeviceTimer, Later
-    from flowkv.cache.listing import Listing
-    from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
-    from flowkv.cache.mover import SHARE, IOPriority, Lane, Mover, Schedule, TransferRequest
-    from flowkv.cache.pinned import Copies, CudaStreams, open_copies
-    from flowkv.cache.pool import PagePool
-    from flowkv.cache.requests import Prefetch
-    from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob
-    from flowkv.cache.sequence import CLOSED, READY, Guard, Tables, session_number
-    from flowkv.cache.stack import breaker
-    from flowkv.cache.step import CURRENT, Step
-    from flowkv.cache.store import ClosedTails, NextVictims, PageStore, Samples, Verdict
-    from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
-    from flowkv.cache.tier_stack import TierStack
-    from flowkv.cli import command, doctor
-    from flowkv.cli.arguments import Misused, Parser
-    from flowkv.cli.generate import read_prompts
-    from flowkv.cli.sim import write_replay_report
-    from flowkv.compiled import compile_process, compiling, machine_code
-    from flowkv.compiled.addresses import data
-    from flowkv.compiled.compiling import Intervals, SystemClock
-    from flowkv.compiled.digest import compile_digest
-    from flowkv.compiled.machine_code import directory, kept, kept_callback
-    from flowkv.compiled.parts import PART
-    from flowkv.connect.door import Announced, Holds, Jobs, Lookup
-    from flowkv.connect.hints import Retention, hint_of
-    from flowkv.connect.identity import fingerprint
-    from flowkv.core import digest as core_digest
-    from flowkv.core import errors, interrupts, progress
-    from flowkv.core.clock import Clock
-    from flowkv.core.config import (
-        ENVIRONMENT,
-        TierConfig,
-        cache_home,
-        format_size,
-        load_config,
-        parse_place,
-        parse_policy,
-        parse_quota,
-        parse_size,
-    )
-    from flowkv.core.digest import KEYS, digests
-    from flowkv.core.digest import digest as digest_of
-    from flowkv.core.errors import (
-        BusyError,
-        CapacityError,
-        ConfigError,
-        GeometryError,
-        MissingDependencyError,
-        MissingLibraryError,
-        NonFiniteError,
-        StateError,
-        StoreError,
-        TokenError,
-        UnsupportedModelError,
-        did_you_mean,
-    )
-    from flowkv.core.files import open_regular
-    from flowkv.core.geometry import (
-        CODEC_SHIFT,
-        GRANULE_BYTES,
-        INDEXERS,
-        ITEMSIZE,
-        PageLayout,
-        codec_of,
-        granule_of,
-        page_id,
-        page_layout,
-    )
-    from flowkv.core.geometry import CODECS as layout_CODECS
-    from flowkv.core.keys import KEY_BYTES, ROOT, KeyChain, as_tokens, tenant_salt, within
-    from flowkv.core.memory import HUGE_BYTES, address_of, own_memory, populate
-    from flowkv.core.reaper import REAPER
-    from flowkv.demo import findings as demo_findings
-    from flowkv.demo import run
-    from flowkv.demo.findings import (
-        DemoCase,
-        DemoPlan,
-        DemoSizes,
-        Findings,
-        Sample,
-        WatchedRestore,
-        build_workload,
-        summarise,
-    )
-    from flowkv.demo.timing import timed_generate
-    from flowkv.engine import engine as engine_engine
-    from flowkv.engine import invariant as engine_invariant
-    from flowkv.engine import request, sampling, scheduler
-    from flowkv.engine.engine import make_request
-    from flowkv.engine.invariant import Fixed, Products, invariant, marked
-    from flowkv.engine.request import AnswerSource, _Ear, tell
-    from flowkv.engine.runner import Forward, OpenRow, PackedRunner, Runner, own_model
-    from flowkv.engine.sampling import (
-        UNEVEN,
-        Choice,
-        Drawn,
-        Largest,
-        OwnSampler,
-        UnreadTokens,
-        Weighted,
-        draw,
-        seed_of,
-    )
-    from flowkv.engine.scheduler import RunningRequest
-    from flowkv.hooks import edits, graphs
-    from flowkv.hooks.blend import Rewrite
-    from flowkv.hooks.edits import History, KnownText
-    from flowkv.hooks.graphs import GraphedForward, StaticStep, shape_of
-    from flowkv.hooks.huggingface import calibrate, door, load, restore, rows, serve, smollm2
-    from flowkv.hooks.huggingface.attach import _LOCK as attach_lock
-    from flowkv.hooks.huggingface.attach import door_of
-    from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask
-    from flowkv.hooks.huggingface.cache import (
-        PagedCache,
-        PagedLayer,
-        Recurrent,
-        place_layers,
-        read_layer,
-    )
-    from flowkv.hooks.huggingface.cache_control import CacheControl, cache_control, without_hints
-    from flowkv.hooks.huggingface.door import ForwardHook
-    from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids, usual
-    from flowkv.hooks.huggingface.packing import PackedLayer
-    from flowkv.hooks.huggingface.press import Press, with_positions, words_of
-    from flowkv.hooks.huggingface.repetition import Repetition
-    from flowkv.hooks.huggingface.restore import Nested, Restoring, discard
-    from flowkv.hooks.huggingface.restore import Part as restore_Part
-    from flowkv.hooks.huggingface.rows import Rows as rows_Rows
-    from flowkv.hooks.huggingface.runners import ApartRow, GenerateSampler, PaddedRunner, Parts
-    from flowkv.hooks.huggingface.versions import overlay_window
-    from flowkv.kernels import dispatch, operands, reference, registry
-    from flowkv.kernels.cascade import Group, shared_prefixes
-    from flowkv.kernels.cpu import entries
-    from flowkv.kernels.cpu import operations as attention
-    from flowkv.kernels.cpu import operations as cpu_pool
-    from flowkv.kernels.cpu import operations as pages
-    from flowkv.kernels.cpu.attend import NIBBLES, SIGNED, UNSIGNED, dots_of
-    from flowkv.kernels.cpu.bits import FAST, exp2, narrow, order, tanh, unorder, widen
-    from flowkv.kernels.cpu.operations import address
-    from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND, check_batch, check_scoring
-    from flowkv.kernels.loss import bounds, by_token, turning
-    from flowkv.kernels.reference import decoded, narrowed, page_views, rotate, transcode
-    from flowkv.kernels.triton import attend, codec, few, flight, many, move, task
-    from flowkv.kernels.triton import kvt as triton_kvt
-    from flowkv.kernels.triton import launch as triton_launch
-    from flowkv.kernels.triton.attend import paged_attention
-    from flowkv.kernels.triton.launch import interpreted, launch
-    from flowkv.kernels.triton.many import falling
-    from flowkv.kernels.triton.move import append_kernel
-    from flowkv.kernels.triton.sealed import rotation, sealed_config, turn
-    from flowkv.kernels.triton.task import merge_two
-    from flowkv.kernels.triton.tile import FLIP_SIGNS, SPLIT_DIGITS, SPLIT_NIBBLES
-    from flowkv.kernels.triton.tile import MOST as tile_MOST
-    from flowkv.kvt import basis as kvt_basis
-    from flowkv.kvt import codec as kvt_codec
-    from flowkv.kvt import device as kvt_device
-    from flowkv.kvt import tier as kvt_tier
-    from flowkv.kvt.basis import Basis, KeyTurn, KeyTurns, chunk_places, most_basis_bytes
-    from flowkv.kvt.basis import digest as basis_digest
-    from flowkv.kvt.codec import PageCoder, codable, read_head
-    from flowkv.kvt.device import CodedPage, DeviceDecoder, DeviceQueue
-    from flowkv.kvt.entropy import (
-        CLASSES,
-        SHIFTS,
-        SYMBOLS,
-        CodedSymbols,
-        SymbolTables,
-        deviation_class,
-    )
-    from flowkv.kvt.entropy import count as count_symbols
-    from flowkv.kvt.file import BasisFile, OpenBasis, open_basis, save_basis
-    from flowkv.kvt.learning import GroupLearner, coded_pages, search
-    from flowkv.kvt.rows import RowCoder, RowForm, row_bases
-    from flowkv.kvt.tier import CodecTier, PageBases, coded_forms
-    from flowkv.naming import computation, identity, memory_words
-    from flowkv.naming import fingerprint as fingerprint_of_weights
-    from flowkv.naming.computation import Walk
-    from flowkv.naming.fingerprint import UnnamedError, Weights, version_of
-    from flowkv.naming.identity import CALLS, Identity
-    from flowkv.observe import events, recording
-    from flowkv.observe.events import (
-        Admitted,
-        Audited,
-        Bus,
-        Defragmented,
-        Demoted,
-        Encoded,
-        EngineStep,
-        Event,
-        Evicted,
-        Failed,
-        Finished,
-        Hit,
-        Miss,
-        Preempted,
-        Promoted,
-        Published,
-        Quarantined,
-        Queued,
-        Remembered,
-        Restored,
-        RestoreEnded,
-        RestoreSpan,
-        RowsRead,
-        StepPlanned,
-        Stored,
-        Warned,
-    )
-    from flowkv.observe.metrics import (
-        COUNT_BUCKETS,
-        NAMES,
-        NEWEST,
-        OTHERS,
-        RULES,
-        SECONDS_BUCKETS,
-        Histogram,
-        Level,
-        Metrics,
-        Series,
-        Spread,
-        Tenancy,
-    )
-    from flowkv.observe.otel import Bridge
-    from flowkv.observe.prometheus import Exporter
-    from flowkv.observe.recording import Writer
-    from flowkv.observe.timeline import (
-        LATENCIES,
-        Lanes,
-        Meeting,
-        RequestLane,
-        RequestPhase,
-        Serving,
-        Timeline,
-        Timelines,
-        TraceFile,
-    )
-    from flowkv.policy import admission as write_admission
-    from flowkv.policy import warming as warming_module
-    from flowkv.policy.admission import RULES as WRITE_RULES
-    from flowkv.policy.admission import WriteAdmission
-    from flowkv.policy.base import (
-        CUT_OFF,
-        NEVER_NS,
-        NO_SLOTS,
-        NO_VISIT,
-        TOOL_USE,
-        TURN_END,
-        UNKNOWN_STOP,
-    )
-    from flowkv.policy.by_score import ByScore, _keys
-    from flowkv.policy.hazard.compiled import (
-        BASE_LIMIT,
-        BASES,
-        BEFORE,
-        BEYOND,
-        BINS,
-        BUCKETS,
-        EDGES_NS,
-        FEATURES,
-        MOST_INDEX,
-        REACH,
-        SIZES,
-        STARTS,
-        TIP,
-        TIPS,
-        TRAITS,
-        WEIGHT_LIMIT,
-        WIDTHS,
-        beyond,
-        bin_of,
-        decay,
-        hazard,
-        hinted_index,
-        index,
-        key_of,
-        logistic,
-        teach,
-        value_of,
-    )
-    from flowkv.policy.hazard.compiled import describe as compiled_describe
-    from flowkv.policy.hazard.index import fresh_model, is_model
-    from flowkv.policy.hedge import STAKE
-    from flowkv.policy.optimum import NOT_AGAIN, belady, next_uses
-    from flowkv.policy.order.compiled import (
-        BIRTHS,
-        BLOCKED,
-        DUES,
-        EXPIRED,
-        GHOSTS,
-        HINTED,
-        LEAVES,
-        LISTS,
-        ONCE,
-        SIZE,
-        SLOT_LIMIT,
-        TARGET,
-        Array,
-        aged,
-        kernel,
-        log2,
-        softplus2,
-    )
-    from flowkv.policy.order.compiled import SECOND as compiled_SECOND
-    from flowkv.policy.order.leaf import FIRST_CAPACITY, LeafOrder, as_slots
-    from flowkv.policy.pages import Defragmentation, Importance, Ladder, Occupancy, make_ladder
-    from flowkv.policy.prefetch.markov import Markov
-    from flowkv.policy.prefetch.prefetcher import HINT, LEARNED, QUEUE, Hint, RegretGuard, class_of
-    from flowkv.policy.restore.costs import LoadGate, Rates
-    from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
-    from flowkv.policy.scheduling import WaitingLine, Worth
-    from flowkv.policy.states import STATE_RULES, SavedState, StatePlacement
-    from flowkv.policy.tenants import Quota, Tenants
-    from flowkv.policy.warming import (
-        _COMPILED,
-        FEW_VISITS,
-        CompiledPolicies,
-        Warming,
-        every_call,
-        warming,
-    )
-    from flowkv.report import screen, words
-    from flowkv.report.account import Account, restore_section, serving_sections
-    from flowkv.report.charts import (
-        MOST_CURVES,
-        Chart,
-        Curves,
-        Distributions,
-        Gantt,
-        Overlap,
-        OverTime,
-    )
-    from flowkv.report.page import Bars, Figures, Section, Table, Text, render_report, write_report
-    from flowkv.report.page import Part as page_Part
-    from flowkv.report.words import seconds
-    from flowkv.residency.blocks import (
-        HALF,
-        KEY,
-        NOTHING,
-        Ids,
-        as_ids,
-        buckets_for,
-        cut,
-        factors,
-        find,
-        put,
-        rehash,
-    )
-    from flowkv.residency.keeper import HOLD_S
-    from flowkv.residency.keyed import KeyedPolicy, PolicyPlace
-    from flowkv.sim import formats
-    from flowkv.sim.character import lru_hit_ratios, stack_distances
-    from flowkv.sim.formats import Reader, read_mooncake, read_sessions
-    from flowkv.sim.generate import KINDS as generate_KINDS
-    from flowkv.sim.generate import MarkovTraceConfig, bursts, poisson, transitions, walk
-    from flowkv.sim.hardware import CODECS as hardware_CODECS
-    from flowkv.sim.hardware import HARDWARE, MODELS, Shape, block_costs
-    from flowkv.sim.replay import (
-        OnePlace,
-        PlaceStack,
-        ReplayTier,
-        bounds_of,
-        first_tokens_s,
-        pages_of,
-        share_of,
-        tier_from,
-    )
-    from flowkv.sim.restore import Decoder
-    from flowkv.sim.trace import hints_of, next_turns, read_npz, wide
-    from flowkv.tensors import embedding
-    from flowkv.tensors import weights as weights_module
-    from flowkv.tensors.checkpoint import Checkpoint
-    from flowkv.tensors.embedding import KNOWN_BYTES as ROW_KNOWN_BYTES
-    from flowkv.tensors.embedding import LEAST_KNOWN, EmbeddingTable, write_table
-    from flowkv.testing import Faults
-    from flowkv.testing import storage as tier_machine
-    from flowkv.testing.planners import (
-        CheckedTurns,
-        MadeUpCosts,
-        RestoreStory,
-        RestoreWorld,
-        SchedulerStory,
-        SchedulerWorld,
-    )
-    from flowkv.testing.planners import restore_worlds as restores_worlds
-    from flowkv.testing.planners import scheduler_worlds as schedulers_worlds
-    from flowkv.testing.policies import SECOND as policies_SECOND
-    from flowkv.testing.policies import requests, steps_ns
-    from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
-    from flowkv.testing.storage import Frame, Model, TierRequest, page_of
-    from flowkv.testing.stories import VerificationError, require
-    from flowkv.tiers import digest, envelope, erasure_log, host, slots
-    from flowkv.tiers import digest as tiers_digest
-    from flowkv.tiers import frame as tiers_frame
-    from flowkv.tiers import io as tiers_io
-    from flowkv.tiers.base import UNBOUNDED, evictable, listed
-    from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, seal_frames
-    from flowkv.tiers.disk import journal
-    from flowkv.tiers.disk import tier as transfer
-    from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
-    from flowkv.tiers.disk.inspect import FrameShare, Inspection, drop, inspect, repair, scrub
-    from flowkv.tiers.disk.journal import (
-        CHARGE_BYTES,
-        DELETED,
-        RECORD_BYTES,
-        RECORDS,
-        ROW,
-        STORED,
-        Held,
-        Journal,
-        Record,
-        Slot,
-        newest,
-        pack_page,
-        pack_record,
-        peek_store_id,
-        read_page,
-        sensible,
-        unpack_row,
-    )
-    from flowkv.tiers.disk.journal import PAGE_BYTES as journal_PAGE_BYTES
-    from flowkv.tiers.disk.journal import Rows as journal_Rows
-    from flowkv.tiers.disk.store import Index, open_journal, slot_granules
-    from flowkv.tiers.disk.tier import DiskScheduler, Flight, seal_all
-    from flowkv.tiers.envelope import FrameCipher, Integrity, Keyring, SealedFrame
-    from flowkv.tiers.erasure_log import (
-        MOST_KEYS,
-        Erased,
-        ErasureLog,
-        ErasureLogs,
-        new_entry,
-        realm_name,
-    )
-    from flowkv.tiers.frame import (
-        AES_256_GCM,
-        DIGEST_AT,
-        MAX_STRIPES,
-        NH_128,
-        XXH3_128,
-        accept,
-        aligned,
-        fixed_fields,
-        header_bytes,
-        lay_out,
-        most_header_bytes,
-        pack_header,
-        place,
-        stored_sizes,
-        verify_stripes,
-    )
-    from flowkv.tiers.frame import KINDS as frame_KINDS
-    from flowkv.tiers.frame import describe as frame_describe
-    from flowkv.tiers.host import HostTier
-    from flowkv.tiers.io import engine as io_engine
-    from flowkv.tiers.io import open_engine, uring
-    from flowkv.tiers.io.engine import (
-        COMPLETION,
-        MOST_BYTES,
-        OPERATION,
-        READ,
-        SYNC,
-        WRITE,
-        Arena,
-        ArenaSlot,
-        Buffer,
-        Extents,
-        FileIO,
-        IOEngine,
-        Operations,
-        Reports,
-        ThreadsEngine,
-    )
-    from flowkv.tiers.io.engine import PAGE_BYTES as staging_PAGE_BYTES
-    from flowkv.tiers.io.engine import Completions as engine_Completions
-    from flowkv.tiers.io.uring import UringEngine
-    from flowkv.tiers.lossless import AGAIN, SAMPLES, Lossless, unpack_stripe
-    from flowkv.tiers.remote import mooncake, objects
-    from flowkv.tiers.remote import redis as redis_tier
-    from flowkv.tiers.remote.backend import CHANGED, Listed
-    from flowkv.tiers.remote.erasures import AGAIN_S, MOST_ENTRIES, RemoteErasures
-    from flowkv.tiers.remote.mooncake import Mooncake, MooncakeTier
-    from flowkv.tiers.remote.nixl import Nixl, NixlTier
-    from flowkv.tiers.remote.objects import (
-        MOST_CATALOGS,
-        ObjectBackend,
-        ObjectTier,
-        decode_catalog,
-        encode_catalog,
-    )
-    from flowkv.tiers.remote.redis import Redis, RedisTier
-    from flowkv.tiers.remote.tier import (
-        FAILURES,
-        Aside,
-        Breaker,
-        BreakerState,
-        Fact,
-        Known,
-        OperationRates,
-        Pass,
-        attempt,
-    )
-    from flowkv.tiers.shared import INDEX_AT, LEAST_BYTES, FileLayout, file_name, table
-    from flowkv.tiers.shared import plan as tier_plan
-    from flowkv.tiers.slots import SlotPool
-    from flowkv.tiers.worker import Completions as worker_Completions
-    from flowkv.tiers.worker import Item, ThreadMemory, Workers
+_TABLE = """
+flowkv.cache: ahead cache_pool=pool cache_restore=restore ending erasure export listing mover
+  overflow pinned seal stack step store swap
+flowkv.cache.audit: due
+flowkv.cache.block_table: Planner relocate
+flowkv.cache.export: ArchiveReader ArchiveWriter MAGIC
+flowkv.cache.index: Block enter_tier most_ghosts PrefixIndex SwappedCopy UNKNOWN
+flowkv.cache.kv: bind drop_unproven follow forget_name kv_plan=plan levels PagedRow source warn
+flowkv.cache.later: DeviceTimer Later
+flowkv.cache.listing: Listing
+flowkv.cache.load: LayerSlice LoadBatch PageLoad PageLoader reserve ways
+flowkv.cache.mover: IOPriority Lane Mover Schedule SHARE TransferRequest
+flowkv.cache.pinned: Copies CudaStreams open_copies
+flowkv.cache.pool: PagePool
+flowkv.cache.requests: Prefetch
+flowkv.cache.restore: Late PrefixMatcher RestoreJob
+flowkv.cache.sequence: CLOSED Guard READY session_number Tables
+flowkv.cache.stack: breaker
+flowkv.cache.step: CURRENT Step
+flowkv.cache.store: ClosedTails NextVictims PageStore Samples Verdict
+flowkv.cache.swap: Copy decode_state encode_state Footprint
+flowkv.cache.tier_stack: TierStack
+flowkv.cli: command doctor
+flowkv.cli.arguments: Misused Parser
+flowkv.cli.generate: read_prompts
+flowkv.cli.sim: write_replay_report
+flowkv.compiled: compile_process compiling machine_code
+flowkv.compiled.addresses: data
+flowkv.compiled.compiling: Intervals SystemClock
+flowkv.compiled.digest: compile_digest
+flowkv.compiled.machine_code: directory kept kept_callback
+flowkv.compiled.parts: PART
+flowkv.connect.door: Announced Holds Jobs Lookup
+flowkv.connect.hints: hint_of Retention
+flowkv.connect.identity: fingerprint
+flowkv.core: core_digest=digest errors interrupts progress
+flowkv.core.clock: Clock
+flowkv.core.config: cache_home ENVIRONMENT format_size load_config parse_place parse_policy
+  parse_quota parse_size TierConfig
+flowkv.core.digest: digest_of=digest digests KEYS
+flowkv.core.errors: BusyError CapacityError ConfigError did_you_mean GeometryError
+  MissingDependencyError MissingLibraryError NonFiniteError StateError StoreError TokenError
+  UnsupportedModelError
+flowkv.core.files: open_regular
+flowkv.core.geometry: codec_of CODEC_SHIFT GRANULE_BYTES granule_of INDEXERS ITEMSIZE
+  layout_CODECS=CODECS page_id page_layout PageLayout
+flowkv.core.keys: as_tokens KEY_BYTES KeyChain ROOT tenant_salt within
+flowkv.core.memory: address_of HUGE_BYTES own_memory populate
+flowkv.core.reaper: REAPER
+flowkv.demo: demo_findings=findings run
+flowkv.demo.findings: build_workload DemoCase DemoPlan DemoSizes Findings Sample summarise
+  WatchedRestore
+flowkv.demo.timing: timed_generate
+flowkv.engine: engine_engine=engine engine_invariant=invariant request sampling scheduler
+flowkv.engine.engine: make_request
+flowkv.engine.invariant: Fixed invariant marked Products
+flowkv.engine.request: _Ear AnswerSource tell
+flowkv.engine.runner: Forward OpenRow own_model PackedRunner Runner
+flowkv.engine.sampling: Choice draw Drawn Largest OwnSampler seed_of UNEVEN UnreadTokens Weighted
+flowkv.engine.scheduler: RunningRequest
+flowkv.hooks: edits graphs
+flowkv.hooks.blend: Rewrite
+flowkv.hooks.edits: History KnownText
+flowkv.hooks.graphs: GraphedForward shape_of StaticStep
+flowkv.hooks.huggingface: calibrate door load restore rows serve smollm2
+flowkv.hooks.huggingface.attach: attach_lock=_LOCK door_of
+flowkv.hooks.huggingface.attention: mask MaskRecipe Packing PagedView Unpackable
+flowkv.hooks.huggingface.cache: PagedCache PagedLayer place_layers read_layer Recurrent
+flowkv.hooks.huggingface.cache_control: cache_control CacheControl without_hints
+flowkv.hooks.huggingface.door: ForwardHook
+flowkv.hooks.huggingface.inputs: Fill ForwardCall placeholder_ids usual
+flowkv.hooks.huggingface.packing: PackedLayer
+flowkv.hooks.huggingface.press: Press with_positions words_of
+flowkv.hooks.huggingface.repetition: Repetition
+flowkv.hooks.huggingface.restore: discard Nested restore_Part=Part Restoring
+flowkv.hooks.huggingface.rows: rows_Rows=Rows
+flowkv.hooks.huggingface.runners: ApartRow GenerateSampler PaddedRunner Parts
+flowkv.hooks.huggingface.versions: overlay_window
+flowkv.kernels: dispatch operands reference registry
+flowkv.kernels.cascade: Group shared_prefixes
+flowkv.kernels.cpu: attention=operations cpu_pool=operations entries pages=operations
+flowkv.kernels.cpu.attend: dots_of NIBBLES SIGNED UNSIGNED
+flowkv.kernels.cpu.bits: exp2 FAST narrow order tanh unorder widen
+flowkv.kernels.cpu.operations: address
+flowkv.kernels.dispatch: check_batch check_scoring NON_FINITE OUT_OF_RANGE SOUND
+flowkv.kernels.loss: bounds by_token turning
+flowkv.kernels.reference: decoded narrowed page_views rotate transcode
+flowkv.kernels.triton: attend codec few flight many move task triton_kvt=kvt triton_launch=launch
+flowkv.kernels.triton.attend: paged_attention
+flowkv.kernels.triton.launch: interpreted launch
+flowkv.kernels.triton.many: falling
+flowkv.kernels.triton.move: append_kernel
+flowkv.kernels.triton.sealed: rotation sealed_config turn
+flowkv.kernels.triton.task: merge_two
+flowkv.kernels.triton.tile: FLIP_SIGNS SPLIT_DIGITS SPLIT_NIBBLES tile_MOST=MOST
+flowkv.kvt: kvt_basis=basis kvt_codec=codec kvt_device=device kvt_tier=tier
+flowkv.kvt.basis: Basis basis_digest=digest chunk_places KeyTurn KeyTurns most_basis_bytes
+flowkv.kvt.codec: codable PageCoder read_head
+flowkv.kvt.device: CodedPage DeviceDecoder DeviceQueue
+flowkv.kvt.entropy: CLASSES CodedSymbols count_symbols=count deviation_class SHIFTS SYMBOLS
+  SymbolTables
+flowkv.kvt.file: BasisFile open_basis OpenBasis save_basis
+flowkv.kvt.learning: coded_pages GroupLearner search
+flowkv.kvt.rows: row_bases RowCoder RowForm
+flowkv.kvt.tier: CodecTier coded_forms PageBases
+flowkv.naming: computation fingerprint_of_weights=fingerprint identity memory_words
+flowkv.naming.computation: Walk
+flowkv.naming.fingerprint: UnnamedError version_of Weights
+flowkv.naming.identity: CALLS Identity
+flowkv.observe: events recording
+flowkv.observe.events: Admitted Audited Bus Defragmented Demoted Encoded EngineStep Event Evicted
+  Failed Finished Hit Miss Preempted Promoted Published Quarantined Queued Remembered Restored
+  RestoreEnded RestoreSpan RowsRead StepPlanned Stored Warned
+flowkv.observe.metrics: COUNT_BUCKETS Histogram Level Metrics NAMES NEWEST OTHERS RULES
+  SECONDS_BUCKETS Series Spread Tenancy
+flowkv.observe.otel: Bridge
+flowkv.observe.prometheus: Exporter
+flowkv.observe.recording: Writer
+flowkv.observe.timeline: Lanes LATENCIES Meeting RequestLane RequestPhase Serving Timeline Timelines
+  TraceFile
+flowkv.policy: warming_module=warming write_admission=admission
+flowkv.policy.admission: WRITE_RULES=RULES WriteAdmission
+flowkv.policy.base: CUT_OFF NEVER_NS NO_SLOTS NO_VISIT TOOL_USE TURN_END UNKNOWN_STOP
+flowkv.policy.by_score: _keys ByScore
+flowkv.policy.hazard.compiled: BASE_LIMIT BASES BEFORE BEYOND beyond bin_of BINS BUCKETS
+  compiled_describe=describe decay EDGES_NS FEATURES hazard hinted_index index key_of logistic
+  MOST_INDEX REACH SIZES STARTS teach TIP TIPS TRAITS value_of WEIGHT_LIMIT WIDTHS
+flowkv.policy.hazard.index: fresh_model is_model
+flowkv.policy.hedge: STAKE
+flowkv.policy.optimum: belady next_uses NOT_AGAIN
+flowkv.policy.order.compiled: aged Array BIRTHS BLOCKED compiled_SECOND=SECOND DUES EXPIRED GHOSTS
+  HINTED kernel LEAVES LISTS log2 ONCE SIZE SLOT_LIMIT softplus2 TARGET
+flowkv.policy.order.leaf: as_slots FIRST_CAPACITY LeafOrder
+flowkv.policy.pages: Defragmentation Importance Ladder make_ladder Occupancy
+flowkv.policy.prefetch.markov: Markov
+flowkv.policy.prefetch.prefetcher: class_of HINT Hint LEARNED QUEUE RegretGuard
+flowkv.policy.restore.costs: LoadGate Rates
+flowkv.policy.restore.policy: best_split Prices TwoPointer
+flowkv.policy.scheduling: WaitingLine Worth
+flowkv.policy.states: SavedState STATE_RULES StatePlacement
+flowkv.policy.tenants: Quota Tenants
+flowkv.policy.warming: _COMPILED CompiledPolicies every_call FEW_VISITS Warming warming
+flowkv.report: screen words
+flowkv.report.account: Account restore_section serving_sections
+flowkv.report.charts: Chart Curves Distributions Gantt MOST_CURVES Overlap OverTime
+flowkv.report.page: Bars Figures page_Part=Part render_report Section Table Text write_report
+flowkv.report.words: seconds
+flowkv.residency.blocks: as_ids buckets_for cut factors find HALF Ids KEY NOTHING put rehash
+flowkv.residency.keeper: HOLD_S
+flowkv.residency.keyed: KeyedPolicy PolicyPlace
+flowkv.sim: formats
+flowkv.sim.character: lru_hit_ratios stack_distances
+flowkv.sim.formats: read_mooncake read_sessions Reader
+flowkv.sim.generate: bursts generate_KINDS=KINDS MarkovTraceConfig poisson transitions walk
+flowkv.sim.hardware: block_costs HARDWARE hardware_CODECS=CODECS MODELS Shape
+flowkv.sim.replay: bounds_of first_tokens_s OnePlace pages_of PlaceStack ReplayTier share_of
+  tier_from
+flowkv.sim.restore: Decoder
+flowkv.sim.trace: hints_of next_turns read_npz wide
+flowkv.tensors: embedding weights_module=weights
+flowkv.tensors.checkpoint: Checkpoint
+flowkv.tensors.embedding: EmbeddingTable LEAST_KNOWN ROW_KNOWN_BYTES=KNOWN_BYTES write_table
+flowkv.testing: Faults tier_machine=storage
+flowkv.testing.planners: CheckedTurns MadeUpCosts restores_worlds=restore_worlds RestoreStory
+  RestoreWorld schedulers_worlds=scheduler_worlds SchedulerStory SchedulerWorld
+flowkv.testing.policies: policies_SECOND=SECOND requests steps_ns
+flowkv.testing.storage: codecs_KINDS=PAGE_KINDS Frame Model page_of TierRequest
+flowkv.testing.stories: require VerificationError
+flowkv.tiers: digest envelope erasure_log host slots tiers_digest=digest tiers_frame=frame
+  tiers_io=io
+flowkv.tiers.base: evictable listed UNBOUNDED
+flowkv.tiers.digest: CHECK check_frames REASONS seal_frames STREAMED_BYTES
+flowkv.tiers.disk: journal transfer=tier
+flowkv.tiers.disk.home: read_superblock Superblock write_superblock
+flowkv.tiers.disk.inspect: drop FrameShare inspect Inspection repair scrub
+flowkv.tiers.disk.journal: CHARGE_BYTES DELETED Held Journal journal_PAGE_BYTES=PAGE_BYTES
+  journal_Rows=Rows newest pack_page pack_record peek_store_id read_page Record RECORD_BYTES RECORDS
+  ROW sensible Slot STORED unpack_row
+flowkv.tiers.disk.store: Index open_journal slot_granules
+flowkv.tiers.disk.tier: DiskScheduler Flight seal_all
+flowkv.tiers.envelope: FrameCipher Integrity Keyring SealedFrame
+flowkv.tiers.erasure_log: Erased ErasureLog ErasureLogs MOST_KEYS new_entry realm_name
+flowkv.tiers.frame: accept AES_256_GCM aligned DIGEST_AT fixed_fields frame_describe=describe
+  frame_KINDS=KINDS header_bytes lay_out MAX_STRIPES most_header_bytes NH_128 pack_header place
+  stored_sizes verify_stripes XXH3_128
+flowkv.tiers.host: HostTier
+flowkv.tiers.io: io_engine=engine open_engine uring
+flowkv.tiers.io.engine: Arena ArenaSlot Buffer COMPLETION engine_Completions=Completions Extents
+  FileIO IOEngine MOST_BYTES OPERATION Operations READ Reports staging_PAGE_BYTES=PAGE_BYTES SYNC
+  ThreadsEngine WRITE
+flowkv.tiers.io.uring: UringEngine
+flowkv.tiers.lossless: AGAIN Lossless SAMPLES unpack_stripe
+flowkv.tiers.remote: mooncake objects redis_tier=redis
+flowkv.tiers.remote.backend: CHANGED Listed
+flowkv.tiers.remote.erasures: AGAIN_S MOST_ENTRIES RemoteErasures
+flowkv.tiers.remote.mooncake: Mooncake MooncakeTier
+flowkv.tiers.remote.nixl: Nixl NixlTier
+flowkv.tiers.remote.objects: decode_catalog encode_catalog MOST_CATALOGS ObjectBackend ObjectTier
+flowkv.tiers.remote.redis: Redis RedisTier
+flowkv.tiers.remote.tier: Aside attempt Breaker BreakerState Fact FAILURES Known OperationRates Pass
+flowkv.tiers.shared: file_name FileLayout INDEX_AT LEAST_BYTES table tier_plan=plan
+flowkv.tiers.slots: SlotPool
+flowkv.tiers.worker: Item ThreadMemory worker_Completions=Completions Workers
+"""
+"""Modules and what tests import of them, as `shown=there` where the name here is another one."""
 
-_PLACES = {
-    alias.asname or alias.name: (statement.module or "", alias.name)
-    for statement in ast.walk(ast.parse(Path(__file__).read_text()))
-    if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith("flowkv")
-    for alias in statement.names
-}
+_PLACES: dict[str, tuple[str, str]] = {}
+for _word in _TABLE.split():
+    if _word.endswith(":"):
+        _module = _word[:-1]
+    else:
+        _shown, _, _there = _word.partition("=")
+        _PLACES[_shown] = _module, _there or _shown
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
-        raise AttributeError(f"tests.inside has no {name}. Add the import that brings it")
+        raise AttributeError(f"tests.inside has no {name}. Add it to the table")
     module, there = _PLACES[name]
     try:
         found = getattr(importlib.import_module(module), there)
