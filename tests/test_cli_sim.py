@@ -41,14 +41,8 @@ def test_sim_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 
 CHAT, AGENTS = "chat:requests=200", "agents:requests=60,seed=3"
 FIELDS = {
-    "policy",
-    "size",
-    "pages",
-    "prefix_hit_ratio",
-    "closure",
-    "load_traffic_vs_lru",
-    "prefetch_precision",
-    "blocks_per_s",
+    *("policy", "size", "pages", "prefix_hit_ratio", "closure", "load_traffic_vs_lru"),
+    *("prefetch_precision", "blocks_per_s"),
 }
 
 

@@ -294,12 +294,8 @@ def test_one_value_is_for_all_parts_and_several_are_compared() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--part speed",
-        "--prefix-share 120",
-        "--baseline vllm",
-        "--shape Qwen3-30B-A3B",
-        "--concurrency x",
-        "--out /nowhere/a.json",
+        *("--part speed", "--prefix-share 120", "--baseline vllm", "--shape Qwen3-30B-A3B"),
+        *("--concurrency x", "--out /nowhere/a.json"),
     ],
 )
 def test_wrong_words(words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -641,12 +641,8 @@ def test_latents_have_no_codec() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"head_dim": "64"},
-        {"head_dim": 64, "codec": "raw"},
-        {"head_dim": 64, "x": 1},
-        {"codec": "kvt"},
-        {"codec": "kvt", "head_dim": 64},
+        *({}, {"head_dim": "64"}, {"head_dim": 64, "codec": "raw"}, {"head_dim": 64, "x": 1}),
+        *({"codec": "kvt"}, {"codec": "kvt", "head_dim": 64}),
         {"codec": "kv8", "head_dim": 64, "basis": "basis.kvt"},
     ],
 )

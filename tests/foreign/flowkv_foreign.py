@@ -43,15 +43,10 @@ STATEFUL |= {"assistant_model", "custom_generate", "cache_implementation"}
 """Arguments of `generate` that may not be used twice."""
 
 AWAY_SAYS = (
-    "couldn't connect to 'http",
-    "Couldn't reach",
-    "is not cached locally",
-    "offline mode is enabled",
-    "in offline mode",
-    "outgoing traffic has been disabled",
+    *("couldn't connect to 'http", "Couldn't reach", "is not cached locally"),
+    *("offline mode is enabled", "in offline mode", "outgoing traffic has been disabled"),
     "Can't find 'adapter_config.json'",
-    "is not a local folder and is not a valid model identifier",
-    "Connection refused",
+    *("is not a local folder and is not a valid model identifier", "Connection refused"),
 )
 
 

@@ -394,17 +394,9 @@ class Reads(TorchFunctionMode):
 
 READS = frozenset(
     (
-        torch.Tensor.cpu,
-        torch.Tensor.item,
-        torch.Tensor.tolist,
-        torch.Tensor.nonzero,
-        torch.Tensor.equal,
-        torch.Tensor.__bool__,
-        torch.Tensor.__int__,
-        torch.Tensor.__float__,
-        torch.equal,
-        torch.nonzero,
-        torch.unique,
+        *(torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.nonzero),
+        *(torch.Tensor.equal, torch.Tensor.__bool__, torch.Tensor.__int__),
+        *(torch.Tensor.__float__, torch.equal, torch.nonzero, torch.unique),
     )
 )
 

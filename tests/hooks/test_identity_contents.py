@@ -304,23 +304,13 @@ def endless() -> list[Any]:
 @pytest.mark.parametrize(
     "make",
     [
-        Cross,
-        CrossMapping,
-        lambda: CrossList([1]),
-        lambda: {Cross(): 1},
-        lambda: {Cross()},
-        lambda: [Cross(), Cross()],
-        endless,
-        lambda: torch.empty(2, device="meta"),
+        *(Cross, CrossMapping, lambda: CrossList([1]), lambda: {Cross(): 1}, lambda: {Cross()}),
+        *(lambda: [Cross(), Cross()], endless, lambda: torch.empty(2, device="meta")),
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-        lambda: torch.ones(2).to_mkldnn(),
-        lambda: torch.ones(2, 2).to_sparse_csc(),
+        *(lambda: torch.ones(2).to_mkldnn(), lambda: torch.ones(2, 2).to_sparse_csc()),
         lambda: torch.empty(2, dtype=torch.bits8),
-        lambda: np.array(["2020-01-01"], dtype="M8[D]"),
-        cross_array,
-        lambda: (x for x in ()),
-        lambda: ctypes.pointer(ctypes.c_int(1)),
-        sys._getframe,
+        *(lambda: np.array(["2020-01-01"], dtype="M8[D]"), cross_array, lambda: (x for x in ())),
+        *(lambda: ctypes.pointer(ctypes.c_int(1)), sys._getframe),
         lambda: types.MappingProxyType({(1, 2): 3}),
         lambda: torch.jit.script(torch.nn.Linear(2, 2)),
         lambda: torch.nn.Linear.__new__(torch.nn.Linear),
@@ -489,13 +479,8 @@ def wrapped_function(factor: float) -> Edit:
 
 
 PLACES = [
-    partial_function,
-    partial_of_its_own,
-    partial_method,
-    list_of_a_class,
-    tensor_of_a_class,
-    dict_of_a_module,
-    wrapped_function,
+    *(partial_function, partial_of_its_own, partial_method, list_of_a_class, tensor_of_a_class),
+    *(dict_of_a_module, wrapped_function),
 ]
 
 

@@ -459,13 +459,8 @@ def test_pages_of_another_model_lose_more() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"layers": (0, 1)},
-        {"kv_heads": 1},
-        {"head_dim": 32},
-        {"value_dim": 8},
-        {"dtype": "float64"},
-        {"size": 512},
-        {"codec": "kv8"},
+        *({"layers": (0, 1)}, {"kv_heads": 1}, {"head_dim": 32}, {"value_dim": 8}),
+        *({"dtype": "float64"}, {"size": 512}, {"codec": "kv8"}),
     ],
 )
 def test_other_pages_do_not_fit(other: dict[str, Any]) -> None:

@@ -30,15 +30,10 @@ RETURNING = [  # blocks come back after a pause in which others taught the model
     ("pages", (900 * S, False), 7, False),
 ]
 APART = [  # the last block of the latest request is forgotten, then another chain's blocks arrive
-    ("request", (0, False), 15, 3, 0),
-    ("evict", (0, False), 2, []),
-    ("request", (0, False), 14, 3, 0),
-    ("remove", 14, True),
-    ("pages", (0, False), 8, False),
-    ("pages", (0, False), 4, False),
-    ("evict", (0, False), 2, []),
-    ("evict", (0, False), 2, [15, 3]),
-    ("request", (9 * S, False), 7, 1, 0),
+    *(("request", (0, False), 15, 3, 0), ("evict", (0, False), 2, [])),
+    *(("request", (0, False), 14, 3, 0), ("remove", 14, True), ("pages", (0, False), 8, False)),
+    *(("pages", (0, False), 4, False), ("evict", (0, False), 2, [])),
+    *(("evict", (0, False), 2, [15, 3]), ("request", (9 * S, False), 7, 1, 0)),
     ("evict", (9 * S, False), 3, []),
 ]
 

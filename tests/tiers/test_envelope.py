@@ -172,13 +172,9 @@ def test_lengths_are_checked(kind: str) -> None:
     stored, target = frame.data[offset:], memoryview(bytearray(3 * 16384))
     reasons = []
     for piece, into, first, count in (
-        (stored[: n_bytes - 1], target, 0, 3),
-        (b"", target, 0, 1),
-        (stored, target[:-1], 0, 3),
-        (stored, target, 0, 4),
-        (stored, target, 3, 1),
-        (stored, target, -1, 1),
-        (stored, target, 0, 0),
+        *((stored[: n_bytes - 1], target, 0, 3), (b"", target, 0, 1)),
+        *((stored, target[:-1], 0, 3), (stored, target, 0, 4), (stored, target, 3, 1)),
+        *((stored, target, -1, 1), (stored, target, 0, 0)),
     ):
         with pytest.raises(BadFrame) as caught:
             envelope.open(header, piece, into, first, count)

@@ -202,20 +202,10 @@ def test_every_field_is_part_of_the_frame(change: str, value: object) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": "letter"},
-        {"codec": len(CODECS) + 1, "fidelity": len(CODECS) + 1},
-        {"codec": 2, "fidelity": 1},
-        {"codec": -1},
-        {"layout": b"short"},
-        {"parent": b""},
-        {"namespace": bytes(33)},
-        {"tenant": bytes(31)},
-        {"group": -1},
-        {"tokens": 2**32},
-        {"rank": 4},
-        {"stripe_bytes": 0},
-        {"stripe_bytes": 4095},
-        {"stripe_bytes": 2048},
+        *({"kind": "letter"}, {"codec": len(CODECS) + 1, "fidelity": len(CODECS) + 1}),
+        *({"codec": 2, "fidelity": 1}, {"codec": -1}, {"layout": b"short"}, {"parent": b""}),
+        *({"namespace": bytes(33)}, {"tenant": bytes(31)}, {"group": -1}, {"tokens": 2**32}),
+        *({"rank": 4}, {"stripe_bytes": 0}, {"stripe_bytes": 4095}, {"stripe_bytes": 2048}),
     ],
 )
 def test_unsound_descriptions_are_refused(changes: dict[str, object]) -> None:
@@ -234,13 +224,8 @@ def test_bytes_that_are_no_frame() -> None:
     data, _ = frame(stripes=300)
     reasons = []
     for bad in (
-        b"",
-        data[:4095],
-        data[:4096],
-        bytes(4096),
-        b"FKVFRAME" + b"\3\0" + data[10:],
-        data[:10] + b"\xff\xff" + data[12:],
-        data[:10] + b"\0\0" + data[12:],
+        *(b"", data[:4095], data[:4096], bytes(4096), b"FKVFRAME" + b"\3\0" + data[10:]),
+        *(data[:10] + b"\xff\xff" + data[12:], data[:10] + b"\0\0" + data[12:]),
         data[:10] + b"\1\0" + data[12:],
     ):
         with pytest.raises(BadFrame) as caught:

@@ -253,15 +253,11 @@ def test_bombs_and_lies_are_refused(bad: bytes) -> None:
 @pytest.mark.parametrize(
     "stored",
     [
-        b"",
-        bytes(7),
-        bytes(8),
-        struct.pack("<II", 1 << 31, 1 << 31),
+        *(b"", bytes(7), bytes(8), struct.pack("<II", 1 << 31, 1 << 31)),
         struct.pack("<II", 4, HALF + 1) + bytes(HALF + 5),
         struct.pack("<II", HALF, HALF) + bytes(STEP - 1),
         struct.pack("<II", HALF, HALF) + bytes(STEP + 1),
-        struct.pack("<II", HALF, 0) + bytes(HALF),
-        lossless_stripe(GOOD, GOOD) + b"\0",
+        *(struct.pack("<II", HALF, 0) + bytes(HALF), lossless_stripe(GOOD, GOOD) + b"\0"),
     ],
 )
 def test_planes_that_do_not_fit_are_refused(stored: bytes) -> None:

@@ -68,14 +68,10 @@ FAULTS = {
     ],
     "failure": [changed(0, entry(0, ok=False)), changed(4, entry(4, ok=False))],
     "span": [
-        changed(0, entry(0, layers=Span(0, 3))),
-        changed(0, entry(0, layers=Span(1, 1))),
-        changed(0, entry(0, layers=Span(-1, 2))),
-        changed(0, entry(0, tokens=Span(0, 12))),
-        changed(0, entry(0, tokens=Span(4, 4))),
-        changed(0, entry(0, tokens=Span(4, 11))),
-        changed(1, entry(1, tokens=Span(25, 40))),
-        changed(1, entry(1, tokens=Span(24, 44))),
+        *(changed(0, entry(0, layers=Span(0, 3))), changed(0, entry(0, layers=Span(1, 1)))),
+        *(changed(0, entry(0, layers=Span(-1, 2))), changed(0, entry(0, tokens=Span(0, 12)))),
+        *(changed(0, entry(0, tokens=Span(4, 4))), changed(0, entry(0, tokens=Span(4, 11)))),
+        *(changed(1, entry(1, tokens=Span(25, 40))), changed(1, entry(1, tokens=Span(24, 44)))),
     ],
     "once": [
         [*RIGHT[:4], (load(12, 16), 4.0, 5.0, True), *RIGHT[4:]],
