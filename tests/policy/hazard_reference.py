@@ -14,7 +14,12 @@ class Tip:
     def __init__(self, time, known, blocks, last=None):
         self.time, self.known, self.blocks, self.path, self.named = time, known, blocks, [], 0
         self.stop, self.output, self.done, self.edge, self.bin, self.hint = (
-            *(0, -1, False, 0, -1, None),
+            0,
+            -1,
+            False,
+            0,
+            -1,
+            None,
         )
         self.turn, self.gap, self.pace, self.spread, self.by_stop = 0, None, None, 1.0, [None] * 4
         if last is None:
@@ -39,12 +44,19 @@ class Tip:
         new, out = max(n - g, 0) + 1, self.output + 1
         gap = 0 if self.gap is None else 2 + min(max(math.floor((self.gap + 1) / 0.75), -1), 13)
         return (
-            *((stop, turn), octaves(n, 2), octaves(out, 2)),
-            *((stop, pace(self.by_stop[stop], 1.5, 25)), octaves(g + 1, 2) if turn == 0 else 0),
+            (stop, turn),
+            octaves(n, 2),
+            octaves(out, 2),
+            (stop, pace(self.by_stop[stop], 1.5, 25)),
+            octaves(g + 1, 2) if turn == 0 else 0,
             (stop, octaves(out, 2)),
             (pace(self.pace, 1, 17), min(max(math.floor(4 * self.spread), 0), 15)),
-            *((octaves(n), octaves(out)), (octaves(new), octaves(out)), (turn, octaves(n))),
-            *((octaves(n), octaves(new)), (turn, octaves(out)), (stop, gap)),
+            (octaves(n), octaves(out)),
+            (octaves(new), octaves(out)),
+            (turn, octaves(n)),
+            (octaves(n), octaves(new)),
+            (turn, octaves(out)),
+            (stop, gap),
             (min(turn, 2), 8 * min(g, n) // max(n, 1)),
         )
 
