@@ -184,10 +184,7 @@ def test_codecs_have_defaults_of_their_own() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"codec": "kv2"},
-        {"recent_tokens": -1},
-        {"warm_tokens": -1},
-        {"non_finite": "zero"},
+        *({"codec": "kv2"}, {"recent_tokens": -1}, {"warm_tokens": -1}, {"non_finite": "zero"}),
         {"page_size": 0},
     ],
 )

@@ -81,14 +81,11 @@ def test_json_round_trip() -> None:
 
 def test_fingerprint_sees_every_field_but_the_device() -> None:
     variants = [
-        Geometry(groups=(BASE,)),
-        Geometry(groups=(BASE,), page_size=128),
+        *(Geometry(groups=(BASE,)), Geometry(groups=(BASE,), page_size=128)),
         Geometry(groups=(BASE, changed(layers=(1,)))),
         Geometry(groups=(changed(layers=(1,)), BASE)),
-        Geometry(groups=(changed(layers=(0, 1)),)),
-        Geometry(groups=(changed(kv_heads=3),)),
-        Geometry(groups=(changed(head_dim=17),)),
-        Geometry(groups=(changed(value_dim=9),)),
+        *(Geometry(groups=(changed(layers=(0, 1)),)), Geometry(groups=(changed(kv_heads=3),))),
+        *(Geometry(groups=(changed(head_dim=17),)), Geometry(groups=(changed(value_dim=9),))),
         Geometry(groups=(changed(dtype="float16"),)),
         Geometry(groups=(changed(kind="latent", kv_heads=1),)),
         Geometry(groups=(changed(kind="sliding", window=5),)),

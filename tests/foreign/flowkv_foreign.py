@@ -32,11 +32,8 @@ FEW, LONGER = 7, 4
 
 # What a model that cannot be had raises, and what such an error is turned into on the way.
 AWAY = {
-    "ConnectError",
-    "LocalEntryNotFoundError",
-    "OfflineModeIsEnabled",
-    "RepositoryNotFoundError",
-    "RemoteEntryNotFoundError",
+    *("ConnectError", "LocalEntryNotFoundError", "OfflineModeIsEnabled"),
+    *("RepositoryNotFoundError", "RemoteEntryNotFoundError"),
 }
 STATEFUL = {"past_key_values", "streamer", "logits_processor", "stopping_criteria"}
 STATEFUL |= {"assistant_model", "custom_generate", "cache_implementation"}

@@ -325,10 +325,8 @@ def user(**members: Any) -> Any:
 @pytest.mark.parametrize(
     "press",
     [
-        user(),
-        pytest.param(Stub(0.6, held=[user()]), marks=pytest.mark.thorough),
-        Stub(0.6, held=[{"a": object()}]),
-        Stub(0.6, draws="torch"),
+        *(user(), pytest.param(Stub(0.6, held=[user()]), marks=pytest.mark.thorough)),
+        *(Stub(0.6, held=[{"a": object()}]), Stub(0.6, draws="torch")),
         pytest.param(Stub(0.6, draws="numpy"), marks=pytest.mark.thorough),
         Stub(0.6, draws="random"),
     ],

@@ -662,10 +662,8 @@ def through(app: Any) -> list[Any]:
     [
         (errors.CapacityError("no room", "Wait"), 503),
         (errors.ConfigError("odd", "Mend"), 400),
-        (errors.UnsupportedModelError("odd", "Mend"), 400),
-        (KeyError("role"), 400),
-        (ValueError("half \ud800"), 400),
-        (RuntimeError("device lost"), 500),
+        *((errors.UnsupportedModelError("odd", "Mend"), 400), (KeyError("role"), 400)),
+        *((ValueError("half \ud800"), 400), (RuntimeError("device lost"), 500)),
     ],
 )
 def test_refusals_name_cause_and_remedy(error: Exception, status: int) -> None:

@@ -281,11 +281,8 @@ def test_bases_with_a_wrong_chunk_are_refused(name: str) -> None:
         *(
             ({"turns": [(np.ones(half).tobytes(), False, start)]}, "beyond a key")
             for half, start in (
-                (CODER.layout.head_dim // 2 + 1, 0),
-                (CODER.layout.head_dim // 2, 1),
-                (1, -1),
-                (1, 2**63 - 5),
-                (10**5, 0),
+                *((CODER.layout.head_dim // 2 + 1, 0), (CODER.layout.head_dim // 2, 1), (1, -1)),
+                *((1, 2**63 - 5), (10**5, 0)),
             )
         ),
         ({"turns": [(np.full(1, np.nan).tobytes(), False, 0)]}, "no angle"),

@@ -38,12 +38,9 @@ APART = [  # the last block of the latest request is forgotten, then another cha
 ]
 
 TAKEN = [  # what a chain has left here becomes another chain's, then its own end comes back
-    ("request", (0, False), 11, 3, 0),
-    ("pages", (0, False), 7, False),
-    ("evict", (0, False), 3, [6, 3]),
-    ("hint", (0, False), 7, 52, 1.5),
-    ("request", (0, False), 3, 3, 0),
-    ("pages", (0, False), 7, False),
+    *(("request", (0, False), 11, 3, 0), ("pages", (0, False), 7, False)),
+    *(("evict", (0, False), 3, [6, 3]), ("hint", (0, False), 7, 52, 1.5)),
+    *(("request", (0, False), 3, 3, 0), ("pages", (0, False), 7, False)),
     ("hint", (0, False), 7, 24, 0.4),
 ]
 

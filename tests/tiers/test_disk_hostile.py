@@ -148,11 +148,8 @@ def test_repair_of_a_store_without_a_name(tmp_path: Path) -> None:
 
 
 PLACES = [
-    Slot(3, (1 << 40) - 1),
-    Slot((1 << 23) - 1, (1 << 40) - 1),
-    Slot((1 << 23) - 1, 0),
-    Slot(3, 1 << 39),
-    Slot(3, 5000),
+    *(Slot(3, (1 << 40) - 1), Slot((1 << 23) - 1, (1 << 40) - 1), Slot((1 << 23) - 1, 0)),
+    *(Slot(3, 1 << 39), Slot(3, 5000)),
 ]
 
 

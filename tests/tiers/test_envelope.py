@@ -216,10 +216,7 @@ def test_headers_that_lie_about_lengths_reserve_no_memory(kind: str) -> None:
     """S10: 2^16 stripes of 2^63 bytes, in a header whose digest is right."""
     frame = store(kind)
     for at, form, value in (
-        (208, "<I", 1 << 16),
-        (208, "<I", 0),
-        (216, "<Q", 1 << 63),
-        (216, "<Q", 0),
+        *((208, "<I", 1 << 16), (208, "<I", 0), (216, "<Q", 1 << 63), (216, "<Q", 0)),
         (10, "<H", 257),
     ):
         data = bytearray(frame.data).ljust(header_bytes(1 << 16, lossless=True))

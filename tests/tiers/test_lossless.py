@@ -93,9 +93,7 @@ def test_stripes_that_do_not_shrink_are_stored_whole() -> None:
     [
         ({"codec": CODECS.index("kv8"), "fidelity": 1}, STEP),
         ({"codec": len(CODECS) - 1, "fidelity": len(CODECS) - 1}, STEP),
-        ({"kind": "state"}, STEP),
-        ({"kind": "weights"}, STEP),
-        ({}, STEP + 1),
+        *(({"kind": "state"}, STEP), ({"kind": "weights"}, STEP), ({}, STEP + 1)),
     ],
 )
 def test_only_raw_pages_are_candidates(changes: dict[str, object], step: int) -> None:

@@ -35,12 +35,9 @@ def load(first: int, stop: int, layers: Span = ALL, source: int = 0) -> RestoreL
 
 
 RIGHT = [
-    (compute(4, 12), 1.0, 3.0, True),
-    (load(24, 40), 1.0, 2.0, True),
-    (load(16, 24, source=1), 1.0, 5.0, True),
-    (load(12, 16), 2.0, 4.0, True),
-    (Suffix(7, 0), 5.0, 6.0, True),
-    (Suffix(7, 1), 6.0, 7.0, True),
+    *((compute(4, 12), 1.0, 3.0, True), (load(24, 40), 1.0, 2.0, True)),
+    *((load(16, 24, source=1), 1.0, 5.0, True), (load(12, 16), 2.0, 4.0, True)),
+    *((Suffix(7, 0), 5.0, 6.0, True), (Suffix(7, 1), 6.0, 7.0, True)),
 ]
 CAPS = Caps(1, {"host": 1, "disk": 1}, {"host": 320.0})
 
@@ -95,11 +92,9 @@ FAULTS = {
     "source": [changed(2, entry(2, source=2))],
     "met": [RIGHT[:3], RIGHT[1:3]],
     "suffix": [
-        RIGHT[:5],
-        RIGHT[:4],
+        *(RIGHT[:5], RIGHT[:4]),
         [*RIGHT[:4], (Suffix(7, 1), 5, 6, True), (Suffix(7, 0), 6, 7, True)],
-        [*RIGHT, (Suffix(7, 2), 7.0, 8.0, True)],
-        changed(4, entry(4, start_s=4.5)),
+        *([*RIGHT, (Suffix(7, 2), 7.0, 8.0, True)], changed(4, entry(4, start_s=4.5))),
         changed(5, entry(5, start_s=5.5)),
     ],
     "caps": [
