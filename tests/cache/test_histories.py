@@ -25,7 +25,7 @@ def erase(start: float, end: float = NEVER, *pages: str) -> Operation:
 
 
 def told(text: str) -> list[Operation]:
-    """Return operations: `w1 0 2 b` writes 1 to page b from 0 to 2, `r- 3 4` reads nothing, `e 5`."""
+    """Return operations: `w1 0 2 b` writes 1 to page b from 0 to 2, `r- 3 4` misses, `e 5`."""
     found = list[Operation]()
     for what, *rest in map(str.split, text.split(", ") if text else []):
         given: list[Any] = [x if x.isalpha() else float(x) for x in rest]

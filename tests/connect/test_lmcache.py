@@ -29,7 +29,7 @@ from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
 from flowkv.tiers.disk import DiskTier
 from tests.clock import wait_for
-from tests.connect.far import stuck_tier
+from tests.connect.far import flip, stuck_tier
 from tests.inside import (
     BasisFile,
     ConfigError,
@@ -147,19 +147,6 @@ def serde_of(codec: str) -> dict[str, Any] | None:
     return {"codec": codec, "head_dim": DIM} if codec else None
 
 
-def flip(directory: Path, n: int) -> None:
-    """One bit of a chunk's values, wherever it lies."""
-    needle = values_of(n).view(torch.uint8).numpy().tobytes()[:64]
-    for file in directory.iterdir():
-        data = bytearray(file.read_bytes())
-        at = data.find(needle)
-        if at >= 0:
-            data[at + 40] ^= 4
-            file.write_bytes(data)
-            return
-    raise AssertionError("the values lie in no file")
-
-
 def test_another_process_finds_all_of_it(written: Callable[[str], Path], tmp_path: Path) -> None:
     one = manager(shutil.copytree(written(""), tmp_path / "kv"))
     try:
@@ -175,7 +162,7 @@ def test_a_flipped_bit_stops_at_its_chunk(
     written: Callable[[str], Path], tmp_path: Path, damaged: int
 ) -> None:
     directory = shutil.copytree(written(""), tmp_path / "kv")
-    flip(directory, damaged)
+    flip(directory, values_of(damaged))
     one = manager(directory)
     try:
         found = read(one)
