@@ -23,15 +23,7 @@ from typing import Any
 import torch
 
 from bench.figures import save
-from bench.quality import (
-    Scores,
-    Task,
-    continuation,
-    delta,
-    lost_page,
-    measure,
-    second_copy,
-)
+from bench.quality import Scores, Task, continuation, delta, lost_page, measure, second_copy
 from tests.fixture_model import corpus, load_tiny
 
 PERIOD = 128

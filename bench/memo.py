@@ -161,10 +161,7 @@ def prompts(*, seen: bool, start: int) -> dict[str, float]:
 
     plain, remembering = image_model(), image_model()
     options: dict[str, Any] = {"gpu": "256MiB", "host": "0"}
-    with (
-        flowkv.attach(plain, **options),
-        flowkv.attach(remembering, memo="host:1GiB", **options),
-    ):
+    with flowkv.attach(plain, **options), flowkv.attach(remembering, memo="host:1GiB", **options):
         both = answers(plain), answers(remembering)
         warm = range(_IMAGES) if seen else [0] * 2
         for given in inputs(warm, start * 1000 + 500):

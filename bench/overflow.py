@@ -115,10 +115,7 @@ def _overflow(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         ways = dict(zip(WAYS, answers, strict=True))
         turns = [{w: one.steps(given.steps) for w, one in ways.items()} for _ in range(given.turns)]
         files = (path for path in folder.rglob("*") if path.is_file())
-        rates = {
-            WAYS[1]: rate,
-            WAYS[2]: read_rate(max(files, key=lambda one: one.stat().st_size)),
-        }
+        rates = {WAYS[1]: rate, WAYS[2]: read_rate(max(files, key=lambda one: one.stat().st_size))}
         result = _told(turns, rates, ways, given, screen)
         screen.say(f"pool {format_size(pool)}, {given.tokens:,} tokens of {given.model}")
         for one in ways.values():

@@ -33,12 +33,8 @@ def show_promises(
 
 def _cells(finding: Mapping[str, Any]) -> list[str]:
     return [
-        finding["what"],
-        finding["trace"],
-        f"{finding['sense']} {_figure(finding['target'])}",
-        _figure(finding["measured"]),
-        _WORDS[finding["met"]],
-        finding["note"],
+        *(finding["what"], finding["trace"], f"{finding['sense']} {_figure(finding['target'])}"),
+        *(_figure(finding["measured"]), _WORDS[finding["met"]], finding["note"]),
     ]
 
 

@@ -79,11 +79,7 @@ def tasks(text: bytes, count: int) -> dict[str, tuple[torch.Tensor, int, int]]:
     return {
         "continuation": (plain, 512, 512),
         "second copy": (torch.cat([a, a], 1), period, period + 8),
-        RETURNING: (
-            torch.cat([a, a, b, a], 1),
-            3 * period,
-            3 * period + 8,
-        ),
+        RETURNING: (torch.cat([a, a, b, a], 1), 3 * period, 3 * period + 8),
     }
 
 
@@ -103,10 +99,7 @@ def ways(
                     bits.setdefault(way, []).append(value)
         scores = {way: Scores(torch.stack(values).double(), {}) for way, values in bits.items()}
         whole = scores["everything"]
-        yield (
-            name,
-            {way: (s.bits.mean().item(), delta(s, whole)) for way, s in scores.items()},
-        )
+        yield (name, {way: (s.bits.mean().item(), delta(s, whole)) for way, s in scores.items()})
 
 
 def _one(

@@ -1,10 +1,16 @@
-"""Time that stands still until a test moves it, and waits for what other threads do."""
+"""Time that stands still until a test moves it; threads and processes beside a test."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from unittest import mock
 
 
 class ManualClock:
@@ -53,3 +59,48 @@ def together(*works: Callable[[], object]) -> None:
         assert not thread.is_alive(), "a thread is stuck"
     for problem in problems:
         raise problem
+
+
+@contextmanager
+def held(*locks: AbstractContextManager[object]) -> Iterator[None]:
+    """Let another thread hold locks meanwhile."""
+    taken, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            taken.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert taken.wait(60)
+    try:
+        yield
+        assert thread.is_alive(), "the locks were waited for"
+    finally:
+        over.set()
+        thread.join()
+
+
+def without_threads() -> AbstractContextManager[object]:
+    """Start no thread, as a system that has none left."""
+    error = RuntimeError("can't start new thread")
+    return mock.patch.object(threading.Thread, "start", side_effect=error)
+
+
+def in_child(work: Callable[[], object], seconds: int = 20) -> int:
+    """Return what a function gives in a forked process, or how that ended; it may not wait long."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other tests have threads
+        child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(seconds)
+        try:
+            os._exit(int(work()))  # type: ignore[call-overload]
+        except BaseException:
+            traceback.print_exc()
+        os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

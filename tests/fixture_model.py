@@ -34,16 +34,8 @@ VALIDATION_PART = 20  # of 256
 SEPARATOR = b"\0"  # no source file contains it, so a model can learn that a file ends
 NOT_SOURCE = frozenset(
     {
-        "__pycache__",
-        "dist-packages",
-        "encodings",
-        "idle_test",
-        "idlelib",
-        "lib2to3",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "tests",
+        *("__pycache__", "dist-packages", "encodings", "idle_test", "idlelib", "lib2to3"),
+        *("pydoc_data", "site-packages", "test", "tests"),
     }
 )
 

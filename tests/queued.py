@@ -333,14 +333,9 @@ def like_a_gpu(seed: int = 0) -> Iterator[Runtime]:
         # Decodes that are prepared read tables in place; a device has copies of them.
         patch.setattr(kernels, "prepare_decode", lambda *_: None)
         for name, part in (
-            ("Event", Event),
-            ("Stream", Stream),
-            ("CUDAGraph", Graph),
-            ("graph", capture),
-            ("stream", on),
-            ("device", lambda _: nullcontext()),
-            ("current_stream", stream_now),
-            ("cudart", lambda: runtime),
+            *(("Event", Event), ("Stream", Stream), ("CUDAGraph", Graph), ("graph", capture)),
+            *(("stream", on), ("device", lambda _: nullcontext())),
+            *(("current_stream", stream_now), ("cudart", lambda: runtime)),
             ("memory_reserved", lambda _=None: 1 << 20),
             ("mem_get_info", lambda _=None: (1 << 30, 1 << 40)),
         ):

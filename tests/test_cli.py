@@ -200,8 +200,7 @@ def store(tmp_path: Path) -> Path:
     path = tmp_path / "kv"
     tier = DiskTier(path, 16 << 20)
     info = FrameInfo(
-        *("page", 0, 0, b"layout".ljust(16), bytes(32), b"model".ljust(32)),
-        *(0, 64, 4096),
+        *("page", 0, 0, b"layout".ljust(16), bytes(32), b"model".ljust(32)), *(0, 64, 4096)
     )
     bodies = [bytes([number]) * 8192 for number in (1, 2, 3)]
     wishes = [Store(bytes([n]) * 32, info, memoryview(body)) for n, body in enumerate(bodies)]
@@ -338,11 +337,8 @@ def test_doctor_compiles_what_first_calls_would(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("version", "oldest", "is_older"),
     [
-        ("2.13.0+cpu", "2.11", False),
-        ("2.9.1", "2.11", True),
-        ("3.8.0.dev1", "3.8", False),
-        ("5", "5", False),
-        ("2.10.0rc1", "2.10.1", True),
+        *(("2.13.0+cpu", "2.11", False), ("2.9.1", "2.11", True), ("3.8.0.dev1", "3.8", False)),
+        *(("5", "5", False), ("2.10.0rc1", "2.10.1", True)),
     ],
 )
 def test_versions_compare_as_numbers(version: str, oldest: str, is_older: bool) -> None:
@@ -436,11 +432,8 @@ def test_every_stream_takes_the_result(coding: str) -> None:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"", "holds no prompt"),
-        (b"\n \n", "holds no prompt"),
-        (b"\xff\xfe", "not UTF-8"),
-        (b'{"prompt": "one"}\nplain\n', "line 2"),
-        (b'{"prompt": 7}\n', "line 1"),
+        *((b"", "holds no prompt"), (b"\n \n", "holds no prompt"), (b"\xff\xfe", "not UTF-8")),
+        *((b'{"prompt": "one"}\nplain\n', "line 2"), (b'{"prompt": 7}\n', "line 1")),
         (b'{"text": "x"}\n', "line 1"),
     ],
 )

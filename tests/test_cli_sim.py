@@ -41,14 +41,8 @@ def test_sim_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 
 CHAT, AGENTS = "chat:requests=200", "agents:requests=60,seed=3"
 FIELDS = {
-    "policy",
-    "size",
-    "pages",
-    "prefix_hit_ratio",
-    "closure",
-    "load_traffic_vs_lru",
-    "prefetch_precision",
-    "blocks_per_s",
+    *("policy", "size", "pages", "prefix_hit_ratio", "closure", "load_traffic_vs_lru"),
+    *("prefetch_precision", "blocks_per_s"),
 }
 
 
@@ -212,10 +206,7 @@ def test_files_of_one_name_are_told_apart(
         (["chat:speed=3"], "options of 'chat': Object contains unknown field 'speed'"),
         (["chat:seed"], "Write options as seed=3"),
         (["chat", "--policy", "magic"], "no policy 'magic'. Use one of"),
-        (
-            ["chat", "--policy", "none.py:Mine"],
-            "none.py:Mine cannot be made (FileNotFoundError",
-        ),
+        (["chat", "--policy", "none.py:Mine"], "none.py:Mine cannot be made (FileNotFoundError"),
         (["chat", "--policy", f"{__file__}:Mine"], "cannot be made (it has no Mine)"),
         (["chat", "--sizes", "much"], "no share of a trace's blocks. Use"),
         (["chat", "--sizes", "5"], "Did you mean 5%? For 5 times the blocks write 500%"),

@@ -172,16 +172,12 @@ READERS = {
     "mooncake": Reader(read_trace, (ConfigError,), lambda path: write_lines(path, LINE, LINE)),
     "sessions": Reader(read_trace, (ConfigError,), lambda path: write_lines(path, SESSION)),
     "packed": Reader(
-        read_trace,
-        (ConfigError,),
-        lambda path: path.write_bytes(zstandard.compress(line() * 9)),
+        read_trace, (ConfigError,), lambda path: path.write_bytes(zstandard.compress(line() * 9))
     ),
     "npz": Reader(read_trace, (ConfigError,), write_arrays),
     "recording": Reader(read_trace, (ConfigError,), write_recording),
     "events": Reader(
-        read_events,
-        (ConfigError,),
-        lambda path: path.write_bytes(msgspec.msgpack.encode(EVENTS)),
+        read_events, (ConfigError,), lambda path: path.write_bytes(msgspec.msgpack.encode(EVENTS))
     ),
     "export": Reader(read_export, (StoreError,), write_export),
     "weights": Reader(read_weights, (StoreError,), write_weights),
@@ -288,28 +284,11 @@ def nested(depth: int) -> list[Any]:
 
 ODD = [
     *(
-        None,
-        True,
-        -1,
-        0,
-        2**31,
-        2**62,
-        2**63 - 1,
-        2**64 - 1,
-        -(2**63),
-        1e300,
-        "",
-        "x" * 999,
-        [],
-        {},
+        *(None, True, -1, 0, 2**31, 2**62, 2**63 - 1, 2**64 - 1, -(2**63), 1e300, "", "x" * 999),
+        *([], {}),
     ),
     *(
-        float("nan"),
-        float("inf"),
-        nested(300),
-        "../../x",
-        "/etc/passwd",
-        "\0",
+        *(float("nan"), float("inf"), nested(300), "../../x", "/etc/passwd", "\0"),
         [[0, 2**24 - 1]] * 9,
     ),
     *([-1], [2**63], [None], ["a"], [1] * 70, [0] * 70, [2**31] * 70),

@@ -148,10 +148,5 @@ def test_a_plain_install_has_all_that_needs_no_extra(
     *modules, refusal = done.stdout.splitlines()
     assert "flowkv[aead]" in refusal
     assert {line.rpartition(".")[2] for line in modules} <= {
-        "objects",
-        "redis",
-        "mooncake",
-        "nixl",
-        "otel",
-        "prometheus",
+        *("objects", "redis", "mooncake", "nixl", "otel", "prometheus"),
     }

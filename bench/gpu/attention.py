@@ -109,10 +109,7 @@ def flops_of(lengths: tuple[int, ...], new: tuple[int, ...], case: Case) -> floa
 
 
 def compare(
-    result: dict[str, Any],
-    step: Step,
-    calls: list[Callable[[], torch.Tensor]],
-    machine: Machine,
+    result: dict[str, Any], step: Step, calls: list[Callable[[], torch.Tensor]], machine: Machine
 ) -> bool:
     """Check a call over poisoned memory; False, and said so, if its answer is wrong."""
     shape = *step.q.shape[:2], step.pages.layout.value_dim

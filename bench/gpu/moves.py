@@ -23,14 +23,8 @@ from flowkv.kernels import (
 K = 1024
 CASE = Case("moves", (4 * K,) * 64, (1,) * 64, page=64)
 SEALS = (
-    ("raw", "kv8"),
-    ("raw", "k8v4"),
-    ("raw", "kv4c"),
-    ("raw", "kv4h"),
-    ("kv8", "kv4c"),
-    ("kv8", "kv4h"),
-    ("kv8", "raw"),
-    ("kv4c", "raw"),
+    *(("raw", "kv8"), ("raw", "k8v4"), ("raw", "kv4c"), ("raw", "kv4h"), ("kv8", "kv4c")),
+    *(("kv8", "kv4h"), ("kv8", "raw"), ("kv4c", "raw")),
 )
 
 
@@ -59,10 +53,7 @@ def moves(machine: Machine) -> Iterator[dict[str, Any]]:
     at, to = order[:count], order[count:]
     source, target = ((x * layout.granules).int() for x in (at, to))
     copied = 2 * count * layout.page_bytes
-    for place, limits in (
-        ("", ("copy", "copy")),
-        (" pinned", ("to_host", "to_device")),
-    ):
+    for place, limits in (("", ("copy", "copy")), (" pinned", ("to_host", "to_device"))):
         room = torch.full(
             (count, layout.page_bytes),
             0xFF,

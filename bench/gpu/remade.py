@@ -92,11 +92,7 @@ def dropped(machine: Machine, step: Step) -> dict[str, Any]:
 
     n_bytes = 2 * half * layout.layers * layout.stripe_bytes
     return checked(
-        machine,
-        "drop half of the tokens",
-        call,
-        lambda: same(arena, call, oracle),
-        copy=n_bytes,
+        machine, "drop half of the tokens", call, lambda: same(arena, call, oracle), copy=n_bytes
     )
 
 

@@ -50,12 +50,8 @@ def measure_policies(*, quick: bool = False, tell: Tell | None = None) -> Report
         Targets beside figures.
     """
     steps: list[tuple[str, Callable[[list[Ground], Replays], list[Finding]]]] = [
-        ("closure", closure),
-        ("floor", floor),
-        ("hints", hints),
-        ("prefetch", prefetch),
-        ("bursts", bursts),
-        ("warm start", lambda found, _: warm_start(found)),
+        *(("closure", closure), ("floor", floor), ("hints", hints), ("prefetch", prefetch)),
+        *(("bursts", bursts), ("warm start", lambda found, _: warm_start(found))),
         ("costs", lambda found, _: cost(found, quick)),
         ("chains", lambda _, __: chains(quick)),
     ]

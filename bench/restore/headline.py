@@ -29,11 +29,8 @@ EIGHT = Accelerator("8 H100", 8 * GPUS["H100"].flops, 8 * GPUS["H100"].bytes_per
 MLA = Decoder("MLA of 37B", 61, 7168, 71, 1, 288, 2048, experts=7)
 """A shape with the bytes (576 numbers a token and layer) and operations of DeepSeek-V3."""
 PLACES = (
-    (SHAPES["Llama-3.1-8B"], GPUS["H100"]),
-    (SHAPES["Qwen3-30B-A3B"], GPUS["H100"]),
-    (MLA, EIGHT),
-    (SHAPES["Llama-3.1-8B"], GPUS["L40S"]),
-    (SHAPES["Llama-3.1-70B"], EIGHT),
+    *((SHAPES["Llama-3.1-8B"], GPUS["H100"]), (SHAPES["Qwen3-30B-A3B"], GPUS["H100"])),
+    *((MLA, EIGHT), (SHAPES["Llama-3.1-8B"], GPUS["L40S"]), (SHAPES["Llama-3.1-70B"], EIGHT)),
 )
 ARRIVALS = ((0.0, 64, 0.7), (0.0, 64, 0.85), (0.0, 1024, 0.85), (0.8, 64, 0.85))
 """Spreads of lengths, suffixes and loads of requests that come over time."""

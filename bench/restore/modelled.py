@@ -10,14 +10,7 @@ from bench.restore.baselines import RESTORE_POLICIES, make_restore_policy
 from bench.restore.grid import staged
 from bench.restore.row import OURS, Bounds, Cell, Outcome
 from flowkv.core.errors import ConfigError
-from flowkv.policy.restore import (
-    Compute,
-    RestoreLoad,
-    RestorePolicy,
-    RestoreRequest,
-    State,
-    Suffix,
-)
+from flowkv.policy.restore import Compute, RestoreLoad, RestorePolicy, RestoreRequest, State, Suffix
 from flowkv.policy.restore.costs import Measured, lower_bound
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, Run, asked, run
 

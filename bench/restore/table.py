@@ -93,13 +93,7 @@ def summary_cells(summary: Summary) -> list[str]:
         return "-" if value is None else f"{value:.0%}"
 
     return [
-        summary.policy,
-        f"{summary.median:.3f}",
-        f"{summary.p90:.3f}",
-        f"{summary.largest:.3f}",
-        f"{summary.best} of {summary.cells}",
-        percent(summary.link),
-        percent(summary.computed),
-        percent(summary.compute_busy),
-        percent(summary.link_busy),
+        *(summary.policy, f"{summary.median:.3f}", f"{summary.p90:.3f}"),
+        *(f"{summary.largest:.3f}", f"{summary.best} of {summary.cells}", percent(summary.link)),
+        *(percent(summary.computed), percent(summary.compute_busy), percent(summary.link_busy)),
     ]

@@ -105,11 +105,7 @@ def _serve(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
         torch.set_num_threads(given.threads)
     with screen.progress("loading the model"):
         ground = Ground(
-            given.model,
-            shape=given.shape,
-            dtype=given.dtype,
-            device=given.device,
-            pool=given.pool,
+            given.model, shape=given.shape, dtype=given.dtype, device=given.device, pool=given.pool
         )
     with Screen(to_stderr=True).progress("serving (measured)") as tell:
         report = measure_serving(ground, plan, tell)

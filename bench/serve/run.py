@@ -66,8 +66,7 @@ def measure_serving(ground: Ground, plan: Plan, tell: Tell | None = None) -> Rep
     setting = plan.setting
     steps = special("steps", lambda: measure_steps(ground, setting)) or []
     soak = special(
-        "soak",
-        lambda: measure_soak(ground, setting, rows=plan.soak_rows, tokens=plan.soak_tokens),
+        "soak", lambda: measure_soak(ground, setting, rows=plan.soak_rows, tokens=plan.soak_tokens)
     )
     beside = special("beside", lambda: measure_beside(ground, setting))
     swaps = special("swap", lambda: measure_swaps(ground, setting, schedules=plan.swaps))

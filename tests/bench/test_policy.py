@@ -35,11 +35,8 @@ def trace() -> Trace:
 @pytest.mark.parametrize(
     ("sense", "measured", "met"),
     [
-        ("at least", 0.5, True),
-        ("at least", 0.49, False),
-        ("at most", 0.5, True),
-        ("at most", 0.51, False),
-        ("at most", None, None),
+        *(("at least", 0.5, True), ("at least", 0.49, False), ("at most", 0.5, True)),
+        *(("at most", 0.51, False), ("at most", None, None)),
     ],
 )
 def test_a_finding_knows_whether_its_target_is_met(

@@ -194,12 +194,7 @@ def test_the_command_shows_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["--policy", "nobody"],
-        ["--part", "nothing"],
-        ["--out", "/nowhere/at/all/r.json"],
-    ],
+    "words", [["--policy", "nobody"], ["--part", "nothing"], ["--out", "/nowhere/at/all/r.json"]]
 )
 def test_the_command_refuses(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["restore", *words]) == 2

@@ -96,10 +96,7 @@ def test_less_is_moved_only_where_computing_helps() -> None:
 
 def test_promises_of_batches() -> None:
     batch = {"part": "batch", "lengths": (1, 2), "batch": 2}
-    rows = [
-        row(OURS, 1.1, makespan_s=3.0, **batch),
-        row(V1, 2.2, makespan_s=2.5, **batch),
-    ]
+    rows = [row(OURS, 1.1, makespan_s=3.0, **batch), row(V1, 2.2, makespan_s=2.5, **batch)]
     found = promises(rows)
     assert figure(found, "mean, of v1's").measured == pytest.approx(0.5)
     assert figure(found, "last, of v1's").measured == pytest.approx(1.2)

@@ -211,10 +211,7 @@ def test_generate_serves_a_load(batches: bool) -> None:
 
 
 def test_what_clients_saw() -> None:
-    served = [
-        Served(1.0, 1.5, 3.5, [1, 2, 3]),
-        Served(2.0, 4.0, 4.0, [1]),
-    ]
+    served = [Served(1.0, 1.5, 3.5, [1, 2, 3]), Served(2.0, 4.0, 4.0, [1])]
     assert [one.ttft_s for one in served] == [0.5, 2.0]
     assert [one.tpot_s for one in served] == [1.0, 0.0]
     outcome = Outcome(served, cpu_s=2.0)

@@ -14,15 +14,7 @@ from bench.serve import command
 from bench.serve.baselines import BATCHED, SEQUENTIAL, STATIC
 from bench.serve.ground import Ground, Setting
 from bench.serve.promise import FIRST_COME, promises
-from bench.serve.protocol import (
-    BASELINES,
-    LOADS,
-    PARTS,
-    Plan,
-    cells_of,
-    describe,
-    measure_loads,
-)
+from bench.serve.protocol import BASELINES, LOADS, PARTS, Plan, cells_of, describe, measure_loads
 from bench.serve.recommend import Advice, recommend
 from bench.serve.row import UNCACHED, Row, cells, situation
 from bench.serve.served import Spread
@@ -302,12 +294,8 @@ def test_one_value_is_for_all_parts_and_several_are_compared() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--part speed",
-        "--prefix-share 120",
-        "--baseline vllm",
-        "--shape Qwen3-30B-A3B",
-        "--concurrency x",
-        "--out /nowhere/a.json",
+        *("--part speed", "--prefix-share 120", "--baseline vllm", "--shape Qwen3-30B-A3B"),
+        *("--concurrency x", "--out /nowhere/a.json"),
     ],
 )
 def test_wrong_words(words: str, capsys: pytest.CaptureFixture[str]) -> None:

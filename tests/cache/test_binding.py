@@ -13,15 +13,7 @@ from flowkv.policy import LRU
 from flowkv.testing import MemoryTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import Deferred, lasting
-from tests.cache.toy import (
-    advance,
-    check_content,
-    geometry,
-    make_kv,
-    opened,
-    published,
-    simple,
-)
+from tests.cache.toy import advance, check_content, geometry, make_kv, opened, published, simple
 from tests.inside import CapacityError, ConfigError, StateError, bind, follow, warn
 from tests.inside import kv_plan as plan
 
@@ -137,11 +129,8 @@ def test_a_closed_cache_is_closed() -> None:
     kv.close()
     assert told == ["detached"] and seq.closed and "closed" in repr(seq) and seq.length == 0
     for call in (
-        lambda: kv.open([1]),
-        lambda: plan(kv, [], []),
-        lambda: kv.fork(seq),
-        lambda: bind(kv, geometry(), Namespace(model="x")),
-        kv.invalidate,
+        *(lambda: kv.open([1]), lambda: plan(kv, [], []), lambda: kv.fork(seq)),
+        *(lambda: bind(kv, geometry(), Namespace(model="x")), kv.invalidate),
     ):
         with pytest.raises(StateError, match="closed"):
             call()
@@ -187,12 +176,9 @@ def test_a_forked_process_is_refused() -> None:
 
 def test_configuration_is_checked_before_anything_is_opened(tmp_path: Path) -> None:
     for fields, message in (
-        ({"gpuu": 1}, "Did you mean"),
-        ({"gpu": "many"}, "gpu"),
+        *(({"gpuu": 1}, "Did you mean"), ({"gpu": "many"}, "gpu")),
         ({"tiers": ["host:1GiB", "gpu:1MiB"]}, "below the slower"),
-        ({"policy": "lruu"}, "lru"),
-        ({"codec": "zip"}, "codec"),
-        ({"disk": ""}, "disk"),
+        *(({"policy": "lruu"}, "lru"), ({"codec": "zip"}, "codec"), ({"disk": ""}, "disk")),
     ):
         with pytest.raises(ConfigError, match=message):
             KV(geometry(), namespace="m", **fields)

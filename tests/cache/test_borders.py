@@ -51,12 +51,9 @@ def test_a_call_that_cannot_be_meant_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "redis://user:hunter2@[::1",
-        "redis://user:hunter2\u2100@host",
-        "redis:/user:hunter2@host",
-        "S3:/user:hunter2@host:5GiB",
-        "disk:redis://user:hunter2@host:5GiB",
-        "host:redis://user:hunter2@host:5GiB",
+        *("redis://user:hunter2@[::1", "redis://user:hunter2\u2100@host"),
+        *("redis:/user:hunter2@host", "S3:/user:hunter2@host:5GiB"),
+        *("disk:redis://user:hunter2@host:5GiB", "host:redis://user:hunter2@host:5GiB"),
     ],
 )
 def test_a_uri_that_is_none_makes_no_directory_and_shows_no_password(

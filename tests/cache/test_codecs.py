@@ -89,12 +89,7 @@ def codecs_of(kv: KV, seq: Sequence, group: int = 0) -> list[str]:
 
 
 def check(
-    kv: KV,
-    seq: Sequence,
-    tokens: Items[int],
-    *,
-    times: float = 1.0,
-    loosest: str = "raw",
+    kv: KV, seq: Sequence, tokens: Items[int], *, times: float = 1.0, loosest: str = "raw"
 ) -> None:
     """Every position holds what the model computed, within what its page's codec allows.
 

@@ -132,12 +132,9 @@ def test_nor_from_its_private_host_tier(two: tuple[KV, KV], forget: Forget) -> N
 def test_everything_that_looks_prompts_up_hears_of_it(two: tuple[KV, KV], forget: Forget) -> None:
     a, b = two
     asks: list[Callable[[], Any]] = [
-        lambda: b.explain([*P, 0]).known,
-        lambda: b.warm(P),
-        lambda: (b.prefetch(P).wait(), len(b.planner.store.index))[1],
-        lambda: b.pin(P),
-        lambda: b.hint(P, 1.0),
-        lambda: (b.enqueue(P).cancel(), len(b.planner.store.index))[1],
+        *(lambda: b.explain([*P, 0]).known, lambda: b.warm(P)),
+        *(lambda: (b.prefetch(P).wait(), len(b.planner.store.index))[1], lambda: b.pin(P)),
+        *(lambda: b.hint(P, 1.0), lambda: (b.enqueue(P).cancel(), len(b.planner.store.index))[1]),
     ]
     for ask in asks:
         published(a, P)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tests.clock import held
 from tests.inside import Guard
 
 
@@ -41,20 +42,10 @@ def test_work_deferred_by_deferred_work_is_done_too() -> None:
 
 
 def test_deferring_never_waits_for_another_thread() -> None:
-    guard, done, held, go = Guard(), list[int](), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with guard:
-            held.set()
-            go.wait(60)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(60)
-    guard.defer(lambda: done.append(1))
-    assert not done
-    go.set()
-    thread.join()
+    guard, done = Guard(), list[int]()
+    with held(guard):
+        guard.defer(lambda: done.append(1))
+        assert not done
     guard.run_deferred()
     assert done == [1]
 

@@ -122,37 +122,22 @@ def test_a_sender_that_never_sends(
 
 
 @BOTH
-def test_a_sender_killed_before(
-    pair: tuple[Process, Process], place: str, wanted: list[int]
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_sender_killed_before_or_meanwhile(
+    pair: tuple[Process, Process], place: str, wanted: list[int], meanwhile: bool
 ) -> None:
     sender, receiver = Process(), pair[1]
     try:
         sender.ask("open", tier=place)
         receiver.ask("open", tier=place)
-        sender.tell("send", layer_s=0.0, chunk=40, die_after=2)
-        assert sender.pipes.wait(60) == -9
-        got = receiver.ask("receive", patience_s=0.1)
-        assert got["tokens"] == wanted
-        assert sum(got["forwards"]) == len(PROMPT) - 80 // PAGE * PAGE
-        receiver.ask("close")
-    finally:
-        sender.end()
-
-
-@BOTH
-def test_a_sender_killed_meanwhile(
-    pair: tuple[Process, Process], place: str, wanted: list[int]
-) -> None:
-    sender, receiver = Process(), pair[1]
-    try:
-        sender.ask("open", tier=place)
-        receiver.ask("open", tier=place)
-        receiver.tell("receive", patience_s=1.0)
-        sender.tell("send", layer_s=0.02, chunk=40, die_after=1)
-        got = receiver.hear()
+        if meanwhile:
+            receiver.tell("receive", patience_s=1.0)
+        sender.tell("send", layer_s=0.02 * meanwhile, chunk=40, die_after=2 - meanwhile)
+        assert meanwhile or sender.pipes.wait(60) == -9
+        got = receiver.hear() if meanwhile else receiver.ask("receive", patience_s=0.1)
         assert sender.pipes.wait(60) == -9
         assert got["tokens"] == wanted
-        assert sum(got["forwards"]) == len(PROMPT) - 40 // PAGE * PAGE
+        assert sum(got["forwards"]) == len(PROMPT) - (40 if meanwhile else 80) // PAGE * PAGE
         receiver.ask("close")
     finally:
         sender.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,92 +24,55 @@ def erase(start: float, end: float = NEVER, *pages: str) -> Operation:
     return Operation("erase", frozenset(pages or ["a"]), None, start, end, "e")
 
 
+def told(text: str) -> list[Operation]:
+    """Return operations: `w1 0 2 b` writes 1 to page b from 0 to 2, `r- 3 4` misses, `e 5`."""
+    found = list[Operation]()
+    for what, *rest in map(str.split, text.split(", ") if text else []):
+        given: list[Any] = [x if x.isalpha() else float(x) for x in rest]
+        if what == "e":
+            found.append(erase(*given))
+        else:
+            value = None if what[1:] == "-" else int(what[1:])
+            found.append((write if what[0] == "w" else read)(value, *given))
+    return found
+
+
 IMPOSSIBLE = {
-    "read after the erase ended": [write(1, 0, 1), erase(2, 3), read(1, 4, 5)],
-    "read by one, long after another missed": [
-        write(1, 0, 1),
-        erase(2, 3),
-        read(None, 4, 5),
-        read(1, 6, 7),
-    ],
-    "a write that never ended was read before the erase, and after": [
-        write(1, 0),
-        read(1, 1, 2),
-        erase(3, 4),
-        read(1, 5, 6),
-    ],
-    "nobody wrote it": [read(1, 0, 1)],
-    "it is read before it is written": [read(1, 0, 1), write(1, 2, 3)],
-    "the second erase is ignored": [
-        write(1, 0, 1),
-        erase(0, 1),
-        read(1, 2, 3),
-        erase(4, 5),
-        read(1, 6, 7),
-    ],
-    "two contents leave no moment between them": [
-        write(1, 0, 1),
-        write(2, 2, 3),
-        erase(4, 6),
-        read(1, 5.5, 7),
-        read(2, 6.5, 8),
-    ],
-    "two contents cover an erase, each half of it": [
-        write(1, 0, 1),
-        erase(2, 8),
-        write(2, 3, 4),
-        read(1, 6, 7),
-        read(2, 9, 10),
-    ],
-    "one of several pages": [
-        write(1, 0, 1, "b"),
-        erase(2, 3, "a", "b"),
-        read(1, 4, 5, "b"),
-    ],
-    "two pages leave no common moment": [
-        write(1, 0, 1, "a"),
-        write(2, 3, 4, "b"),
-        erase(2, 8, "a", "b"),
-        read(1, 6, 7, "a"),
-        read(2, 9, 10, "b"),
-    ],
+    "read after the erase ended": "w1 0 1, e 2 3, r1 4 5",
+    "read by one, long after another missed": "w1 0 1, e 2 3, r- 4 5, r1 6 7",
+    "a write that never ended was read before the erase, and after": "w1 0, r1 1 2, e 3 4, r1 5 6",
+    "nobody wrote it": "r1 0 1",
+    "it is read before it is written": "r1 0 1, w1 2 3",
+    "the second erase is ignored": "w1 0 1, e 0 1, r1 2 3, e 4 5, r1 6 7",
+    "two contents leave no moment between them": "w1 0 1, w2 2 3, e 4 6, r1 5.5 7, r2 6.5 8",
+    "two contents cover an erase, each half of it": "w1 0 1, e 2 8, w2 3 4, r1 6 7, r2 9 10",
+    "one of several pages": "w1 0 1 b, e 2 3 a b, r1 4 5 b",
+    "two pages leave no common moment": "w1 0 1 a, w2 3 4 b, e 2 8 a b, r1 6 7 a, r2 9 10 b",
 }
 POSSIBLE = {
-    "nothing": [],
-    "misses, whatever there is": [write(1, 0, 1), read(None, 2, 3), read(1, 4, 5)],
-    "read while it is erased": [write(1, 0, 1), erase(2, 5), read(1, 3, 4)],
-    "read that began before the erase ended": [write(1, 0, 1), erase(2, 5), read(1, 4, 9)],
-    "written while it is erased, and read": [write(1, 1, 3), erase(2, 5), read(1, 6, 7)],
-    "written again": [write(1, 0, 1), erase(2, 3), write(2, 4, 5), read(2, 6, 7)],
-    "an erase that never ended": [write(1, 0, 1), erase(2), read(1, 4, 5)],
-    "another page": [write(1, 0, 1, "b"), erase(2, 3), read(1, 4, 5, "b")],
-    "a write that never ended may come late": [write(1, 0), erase(2, 3), read(1, 4, 5)],
-    "two contents at a time": [
-        write(1, 0, 1),
-        write(2, 2, 3),
-        read(1, 4, 5),
-        read(2, 4, 5),
-        read(1, 6, 7),
-    ],
-    "between two contents there is one moment": [
-        write(1, 0, 1),
-        erase(2, 8),
-        read(1, 3, 4),
-        write(2, 5, 6),
-        read(2, 9, 10),
-    ],
+    "nothing": "",
+    "misses, whatever there is": "w1 0 1, r- 2 3, r1 4 5",
+    "read while it is erased": "w1 0 1, e 2 5, r1 3 4",
+    "read that began before the erase ended": "w1 0 1, e 2 5, r1 4 9",
+    "written while it is erased, and read": "w1 1 3, e 2 5, r1 6 7",
+    "written again": "w1 0 1, e 2 3, w2 4 5, r2 6 7",
+    "an erase that never ended": "w1 0 1, e 2, r1 4 5",
+    "another page": "w1 0 1 b, e 2 3, r1 4 5 b",
+    "a write that never ended may come late": "w1 0, e 2 3, r1 4 5",
+    "two contents at a time": "w1 0 1, w2 2 3, r1 4 5, r2 4 5, r1 6 7",
+    "between two contents there is one moment": "w1 0 1, e 2 8, r1 3 4, w2 5 6, r2 9 10",
 }
 
 
 @pytest.mark.parametrize("history", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_what_no_order_explains_is_found(history: list[Operation]) -> None:
-    for order in itertools.islice(itertools.permutations(history), 24):
+def test_what_no_order_explains_is_found(history: str) -> None:
+    for order in itertools.islice(itertools.permutations(told(history)), 24):
         assert explain(order)
 
 
 @pytest.mark.parametrize("history", POSSIBLE.values(), ids=POSSIBLE)
-def test_what_an_order_explains_is_not(history: list[Operation]) -> None:
-    for order in itertools.islice(itertools.permutations(history), 24):
+def test_what_an_order_explains_is_not(history: str) -> None:
+    for order in itertools.islice(itertools.permutations(told(history)), 24):
         assert not explain(order)
 
 

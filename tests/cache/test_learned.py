@@ -87,10 +87,7 @@ def rewritten(version: int, models: dict[str, bytes]) -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"something else",
-        bytes(100),
-        rewritten(2, {}),
+        *(b"", b"something else", bytes(100), rewritten(2, {})),
         xxhash.xxh3_128_digest(b"\x93\x01") + b"\x93\x01",
     ],
 )

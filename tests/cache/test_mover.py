@@ -378,11 +378,7 @@ def test_loads_asked_together_are_answered_once_all_have_come() -> None:
     tier.allowed = 2
     mover.wait([0], 0.0)
     ((first, second, third),) = told
-    assert request.ended and (first.key, second.key, third.key) == (
-        key_of(1),
-        key_of(2),
-        key_of(3),
-    )
+    assert request.ended and (first.key, second.key, third.key) == (key_of(1), key_of(2), key_of(3))
     assert [one.outcome for one in told[0]] == [Outcome.HIT, Outcome.MISS, Outcome.HIT]
     assert [one.outcome for one in alone] == [Outcome.HIT], "a load of its own"
     assert other[1] == BODY and not mover.busy

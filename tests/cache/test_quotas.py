@@ -86,11 +86,8 @@ def test_quotas_survive_a_restart_with_their_tenants(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "meant"),
     [
-        ("2KiB:8KiB", "gpu", (2048, 8192)),
-        ("8KiB", "disk", (0, 8192)),
-        ("2KiB:", "host", (2048, None)),
-        (":10%", "s3", (0, 100)),
-        ("", "gpu", (0, None)),
+        *(("2KiB:8KiB", "gpu", (2048, 8192)), ("8KiB", "disk", (0, 8192))),
+        *(("2KiB:", "host", (2048, None)), (":10%", "s3", (0, 100)), ("", "gpu", (0, None))),
         ({"gpu": "1KiB:", "remote": "25%"}, "redis", (0, 250)),
         ({"gpu": "1KiB:"}, "host", (0, None)),
     ],

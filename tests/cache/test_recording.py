@@ -14,21 +14,17 @@ from flowkv.sim import replay
 from tests.cache.audit import audit
 from tests.cache.toy import PAGE, advance, geometry, make_kv, prefill, published, simple
 from tests.inside import ByScore, ConfigError, HostTier, ManualClock, Reader
-from tests.policy.call_log import CallLog, repeat
+from tests.policy.call_log import CallLog, logged_by, repeat
 
 
 def live(tmp_path: Path, policy: str) -> tuple[list[CallLog], int]:
     """A day in the life of a cache of three places, and of the one that opens its disk again."""
     logs: list[CallLog] = []
-
-    def make() -> CallLog:
-        logs.append(CallLog(make_policy(policy)))
-        return logs[-1]
-
     random, clock, evictions = np.random.default_rng(7), ManualClock(), 0
     for write_back in (False, True):
         tiers = [HostTier(30 * 5300), f"disk:{tmp_path}:2MiB"]
-        more = {"policy": make, "clock": clock, "write_back": write_back}
+        made = logged_by(logs, lambda: make_policy(policy))
+        more = {"policy": made, "clock": clock, "write_back": write_back}
         kv = make_kv(geometry(), pages=24, tiers=tiers, **more)
         for turn in range(80):
             converse(kv, random, clock, turn)

@@ -208,14 +208,10 @@ def test_prefixes_survive_a_restart(filled: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"namespace": "other"},
-        {"namespace": Namespace(model="toy", weights="00")},
+        *({"namespace": "other"}, {"namespace": Namespace(model="toy", weights="00")}),
         {"namespace": Namespace(model="toy", adapter="lora")},
-        {"shape": geometry(page_size=16)},
-        {"shape": geometry(window=13)},
-        {"shape": geometry(layers=4)},
-        {"secret": "00"},
-        {"tenant": "carol"},
+        *({"shape": geometry(page_size=16)}, {"shape": geometry(window=13)}),
+        *({"shape": geometry(layers=4)}, {"secret": "00"}, {"tenant": "carol"}),
     ],
     ids=str,
 )

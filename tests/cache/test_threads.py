@@ -16,7 +16,7 @@ from flowkv.testing import MemoryTier
 from tests.cache.audit import audit, audit_empty
 from tests.cache.fakes import lasting
 from tests.cache.toy import advance, check_content, make_kv, opened, prefill, published, write
-from tests.clock import together
+from tests.clock import held, together
 from tests.inside import CapacityError, StateError, current_step
 
 
@@ -99,19 +99,8 @@ def test_a_finalizer_may_close_a_sequence_at_any_moment() -> None:
     assert kv.stats()["sequences"] == 0
     audit(kv)
     garbage()
-    held, go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with kv.lock:
-            held.set()
-            assert go.wait(60)
-
-    def collect() -> None:
-        held.wait(60)
+    with held(kv.lock):
         gc.collect()  # must not wait for the lock
-        go.set()
-
-    together(hold, collect)
     assert kv.stats()["sequences"] == 0
     gc.collect()
     threshold = gc.get_threshold()

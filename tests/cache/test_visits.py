@@ -22,7 +22,7 @@ from tests.inside import (
     ManualClock,
     session_number,
 )
-from tests.policy.call_log import CallLog
+from tests.policy.call_log import CallLog, logged_by
 
 P, Q, R = [1] * 24, [2] * 24, [3] * 24
 
@@ -30,12 +30,8 @@ P, Q, R = [1] * 24, [2] * 24, [3] * 24
 def logged(*tiers: Any, policy: str = "lru", **options: Any) -> tuple[KV, list[CallLog]]:
     """A cache of one layer group whose policies write down what they are told, device first."""
     logs: list[CallLog] = []
-
-    def make() -> CallLog:
-        logs.append(CallLog(make_policy(policy)))
-        return logs[-1]
-
-    kv = make_kv(simple(), tiers=tiers, policy=make, **{"clock": ManualClock()} | options)
+    made = logged_by(logs, lambda: make_policy(policy))
+    kv = make_kv(simple(), tiers=tiers, policy=made, **{"clock": ManualClock()} | options)
     return kv, logs
 
 
@@ -111,12 +107,7 @@ def test_the_time_stands_still_while_pages_come_back_for_a_request() -> None:
 
 def test_every_layer_group_has_a_request_of_its_own() -> None:
     logs: list[CallLog] = []
-
-    def make() -> CallLog:
-        logs.append(CallLog(LRU()))
-        return logs[-1]
-
-    kv = make_kv(geometry(), policy=make, clock=ManualClock())
+    kv = make_kv(geometry(), policy=logged_by(logs, LRU), clock=ManualClock())
     for _ in range(2):
         opened(kv, [*P, 9], session="s").close()
     (log,) = logs

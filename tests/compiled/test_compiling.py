@@ -17,6 +17,7 @@ from hypothesis import given
 from numba.core import compiler_lock, registry
 from numba.extending import overload
 
+from tests.clock import without_threads
 from tests.inside import Intervals, SystemClock, compiling, progress
 
 
@@ -186,9 +187,7 @@ def test_a_child_does_not_inherit_what_other_threads_compile() -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_what_is_compiled_for_long_is_told(
-    terminal: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_EVERY_S", 0.01)
     monkeypatch.setattr(compiling, "LINE", progress.ProgressLine())
@@ -225,13 +224,9 @@ def test_only_what_is_really_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_thread_that_cannot_begin_harms_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     known, reports = Intervals(), progress.ProgressLine()
     monkeypatch.setattr(compiling, "LINE", reports)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
+    with without_threads():
         known.start_reports()
     assert not reports._running  # and the next one is told
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from flowkv.connect import Keeper
 from flowkv.policy import make_policy
 from flowkv.tiers import Load, Store
+from tests.clock import together
 from tests.connect.far import stuck_tier
 from tests.inside import Announced, Holds, HostTier, Jobs, Lookup
 from tests.tiers.frames import LAYOUT, body_of, info_of, key_of, stored
@@ -116,11 +118,7 @@ def test_each_job_of_each_thread_is_finished_once(keeper: Keeper) -> None:
             with lock:
                 over.extend((job.number, len(job.sizes)) for job in done)
 
-    threads = [threading.Thread(target=work, args=(100 * n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, 100 * n) for n in range(4)))
     while jobs:
         over.extend((job.number, len(job.sizes)) for job in jobs.finished(0.1))
     assert sorted(over) == [(100 * n + i, 3) for n in range(4) for i in range(20)]

@@ -265,10 +265,7 @@ def test_two_that_go_on_at_one_place_are_two(tmp_path: Path) -> None:
 
 def test_what_was_removed_and_comes_back_is_asked_for_again(tmp_path: Path) -> None:
     trace = recorded(
-        tmp_path,
-        (0.0, stored("ab")),
-        (50.0, BlockRemoved([b"b", b"a"])),
-        (100.0, stored("ab")),
+        tmp_path, (0.0, stored("ab")), (50.0, BlockRemoved([b"b", b"a"])), (100.0, stored("ab"))
     )
     assert requests(trace) == [(0.0, "ab", 32, 0), (100.0, "ab", 32, 0)]
 

@@ -101,26 +101,11 @@ def test_what_others_implement_is_no_mistake() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        {"priority": 101},
-        {"priority": -1},
-        {"priority": True},
-        {"priority": "80"},
-        {"priority": math.nan},
-        {"prio": 80},
-        {"ttl": "6m"},
-        {"ttl": 0},
-        {"ttl": math.nan},
-        {"ttl": True},
-        {"ttl": 10**400},
-        {"until": NOW - 1},
-        {"until": "tomorrow"},
-        {"start": -1},
-        {"start": 8, "stop": 8},
-        {"stop": "all"},
-        {"type": "persistent"},
-        "1h",
-        7,
-        [[]],
+        *({"priority": 101}, {"priority": -1}, {"priority": True}, {"priority": "80"}),
+        *({"priority": math.nan}, {"prio": 80}, {"ttl": "6m"}, {"ttl": 0}, {"ttl": math.nan}),
+        *({"ttl": True}, {"ttl": 10**400}, {"until": NOW - 1}, {"until": "tomorrow"}),
+        *({"start": -1}, {"start": 8, "stop": 8}, {"stop": "all"}, {"type": "persistent"}, "1h"),
+        *(7, [[]]),
     ],
 )
 def test_a_bad_span_costs_only_itself(value: Any) -> None:
@@ -134,13 +119,9 @@ def test_a_bad_span_costs_only_itself(value: Any) -> None:
 @pytest.mark.parametrize(
     "directive",
     [
-        {"start": 0, "end": 16},
-        {"start": 0, "end": 16, "priority": 101},
-        {"start": 16, "end": 16, "priority": 1},
-        {"priority": 1, "stop": 9},
-        {"priority": 1, "duration": -1},
-        "all",
-        None,
+        *({"start": 0, "end": 16}, {"start": 0, "end": 16, "priority": 101}),
+        *({"start": 16, "end": 16, "priority": 1}, {"priority": 1, "stop": 9}),
+        *({"priority": 1, "duration": -1}, "all", None),
     ],
 )
 def test_a_bad_directive_costs_its_action(directive: Any) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from flowkv.policy import Policy, make_policy
 from flowkv.testing import FlakyTier, check_tier
 from flowkv.tiers import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from tests.clock import wait_for
+from tests.clock import together, wait_for, without_threads
 from tests.connect.far import FarTier
 from tests.inside import (
     HOLD_S,
@@ -114,19 +115,12 @@ def test_what_is_listed_is_what_a_load_finds() -> None:
 
 
 @pytest.mark.parametrize("kind", [HostTier, FarTier])
-def test_a_moment_without_threads_is_one_of_misses(
-    kind: type[HostTier], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_moment_without_threads_is_one_of_misses(kind: type[HostTier]) -> None:
     """The error reached the caller, and the keeper never answered again."""
-
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     keeper = Keeper([host(8, kind=kind)], lru)
     caller = keeper.caller()
     stored(keeper.levels[0].tier, ["b"])
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
+    with without_threads():
         assert outcomes(put(caller, ["a"])) == [("failed", "error")]
         assert outcomes(get(caller, ["b"])) == [("miss", "")]
         assert caller.lookup([key_of("c")], "request") == [False]
@@ -731,11 +725,7 @@ def test_answers_go_to_who_asked() -> None:
                     wrong.append(answer)
             get(caller, names)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, n) for n in range(4)))
     assert not wrong
     assert keeper.counts["stored"] == 4 * 20 * 3
     keeper.close()

@@ -29,7 +29,7 @@ from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
 from flowkv.tiers.disk import DiskTier
 from tests.clock import wait_for
-from tests.connect.far import stuck_tier
+from tests.connect.far import flip, stuck_tier
 from tests.inside import (
     BasisFile,
     ConfigError,
@@ -55,9 +55,7 @@ from lmcache.v1.distributed.config import (
 )
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
-from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import (
-    PluginL2AdapterConfig,
-)
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
 from lmcache.v1.distributed.storage_manager import StorageManager
 
@@ -149,19 +147,6 @@ def serde_of(codec: str) -> dict[str, Any] | None:
     return {"codec": codec, "head_dim": DIM} if codec else None
 
 
-def flip(directory: Path, n: int) -> None:
-    """One bit of a chunk's values, wherever it lies."""
-    needle = values_of(n).view(torch.uint8).numpy().tobytes()[:64]
-    for file in directory.iterdir():
-        data = bytearray(file.read_bytes())
-        at = data.find(needle)
-        if at >= 0:
-            data[at + 40] ^= 4
-            file.write_bytes(data)
-            return
-    raise AssertionError("the values lie in no file")
-
-
 def test_another_process_finds_all_of_it(written: Callable[[str], Path], tmp_path: Path) -> None:
     one = manager(shutil.copytree(written(""), tmp_path / "kv"))
     try:
@@ -177,7 +162,7 @@ def test_a_flipped_bit_stops_at_its_chunk(
     written: Callable[[str], Path], tmp_path: Path, damaged: int
 ) -> None:
     directory = shutil.copytree(written(""), tmp_path / "kv")
-    flip(directory, damaged)
+    flip(directory, values_of(damaged))
     one = manager(directory)
     try:
         found = read(one)
@@ -571,13 +556,7 @@ def encoded(codec: str, values: torch.Tensor, key: Any, basis: Any = None) -> An
     seed=st.integers(0, 1 << 30),
 )
 def test_what_is_decoded_differs_by_what_the_head_says(
-    codec: str,
-    dtype: torch.dtype,
-    layers: int,
-    tokens: int,
-    heads: int,
-    scale: float,
-    seed: int,
+    codec: str, dtype: torch.dtype, layers: int, tokens: int, heads: int, scale: float, seed: int
 ) -> None:
     shape = torch.Size([2, layers, tokens, heads * DIM])
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(scale).to(dtype)
@@ -649,12 +628,8 @@ def test_latents_have_no_codec() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"head_dim": "64"},
-        {"head_dim": 64, "codec": "raw"},
-        {"head_dim": 64, "x": 1},
-        {"codec": "kvt"},
-        {"codec": "kvt", "head_dim": 64},
+        *({}, {"head_dim": "64"}, {"head_dim": 64, "codec": "raw"}, {"head_dim": 64, "x": 1}),
+        *({"codec": "kvt"}, {"codec": "kvt", "head_dim": 64}),
         {"codec": "kv8", "head_dim": 64, "basis": "basis.kvt"},
     ],
 )

@@ -7,9 +7,9 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,8 @@ import torch
 from flowkv.connect import Keeper
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
-from tests.connect.far import stuck_tier
+from tests.clock import together
+from tests.connect.far import flip, stuck_tier
 from tests.inside import ConfigError, Faults, HostTier
 
 if importlib.util.find_spec("sglang") is None:
@@ -67,26 +68,13 @@ def control(tmp_path: Path, written: Callable[[str, bool], Path]) -> Iterator[Ca
     def one(layout: str, v1: bool, damaged: int | None = None, **options: Any) -> Any:
         directory = shutil.copytree(written(layout, v1), tmp_path / "kv")
         if damaged is not None:
-            flip(directory, damaged, sg.host_pool(layout))
+            flip(directory, sg.page_of(damaged, sg.host_pool(layout)))
         made.append(sg.controller(sg.config(directory, v1=v1, **options), layout))
         return made[-1]
 
     yield one
     for each in made:
         each.detach_storage_backend()
-
-
-def flip(directory: Path, n: int, pool: Any) -> None:
-    """One bit of a page, wherever it lies."""
-    needle = sg.page_of(n, pool).view(torch.uint8).numpy().tobytes()[:64]
-    for file in directory.iterdir():
-        data = bytearray(file.read_bytes())
-        at = data.find(needle)
-        if at >= 0:
-            data[at + 40] ^= 4
-            file.write_bytes(data)
-            return
-    raise AssertionError("the page lies in no file")
 
 
 each_way = pytest.mark.parametrize(
@@ -248,12 +236,9 @@ def test_flat_pages_where_pages_lie_as_they_are(make: Callable[..., Made]) -> No
 @pytest.mark.parametrize(
     "change",
     [
-        {"weights": "commit 2"},
-        {"tp_size": 2, "places": "host:64MiB"},
-        {"layout": "page_first_direct"},
-        {"pool": "bfloat16"},
-        {"uses": {"kv_cache_dtype": "fp8_e5m2"}},
-        {"uses": {"revision": "tuned"}},
+        *({"weights": "commit 2"}, {"tp_size": 2, "places": "host:64MiB"}),
+        *({"layout": "page_first_direct"}, {"pool": "bfloat16"}),
+        *({"uses": {"kv_cache_dtype": "fp8_e5m2"}}, {"uses": {"revision": "tuned"}}),
     ],
 )
 def test_what_decides_the_bytes_is_in_their_names(
@@ -315,13 +300,18 @@ def test_ranks_have_directories_of_their_own(tmp_path: Path) -> None:
         Made(extra, IN_PLACE, tp_rank=1, tp_size=2, is_mla_model=True)
 
 
-def test_what_exists_stays_until_it_is_loaded(
-    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def full(make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch) -> tuple[Made, Any]:
+    """One that holds all pages for which its place has room, and its keeper."""
     page = sg.host_pool(COPIED).get_dummy_flat_data_page().nbytes
     keeper = over(monkeypatch, HostTier(8 * HostTier(1 << 20).frame_bytes(page)))
     one = make(COPIED)
     one.put(range(8))
+    return one, keeper
+
+
+def test_what_exists_stays_until_it_is_loaded(full: tuple[Made, Any]) -> None:
+    one, keeper = full
     assert one.storage.batch_exists(keys_of([0, 1, 99])) == 2
     one.put(range(10, 16))
     assert one.get([0, 1]) == [True] * 2
@@ -330,13 +320,8 @@ def test_what_exists_stays_until_it_is_loaded(
     assert not keeper._holds
 
 
-def test_what_two_wait_for_stays_until_both_have_it(
-    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = sg.host_pool(COPIED).get_dummy_flat_data_page().nbytes
-    over(monkeypatch, HostTier(8 * HostTier(1 << 20).frame_bytes(page)))
-    one = make(COPIED)
-    one.put(range(8))
+def test_what_two_wait_for_stays_until_both_have_it(full: tuple[Made, Any]) -> None:
+    one, _ = full
     assert one.storage.batch_exists(keys_of([0])) == one.storage.batch_exists(keys_of([0])) == 1
     assert one.get([0]) == [True]
     one.put(range(10, 18))
@@ -382,23 +367,14 @@ def test_a_place_that_hangs_costs_its_deadline(
 
 def test_threads_get_their_own_answers(make: Callable[..., Made]) -> None:
     one = make(COPIED)
-    wrong: list[Any] = []
 
     def work(first: int) -> None:
-        try:
-            for n in range(first, first + 6):
-                assert one.put([n, n + 100]) == [True] * 2
-                assert one.storage.batch_exists(keys_of([n, n + 100])) == 2
-                assert one.get([n, n + 100, n + 900]) == [True, True, False]
-        except BaseException as error:
-            wrong.append(error)
+        for n in range(first, first + 6):
+            assert one.put([n, n + 100]) == [True] * 2
+            assert one.storage.batch_exists(keys_of([n, n + 100])) == 2
+            assert one.get([n, n + 100, n + 900]) == [True, True, False]
 
-    threads = [threading.Thread(target=work, args=(1000 * i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    together(*(partial(work, 1000 * i) for i in range(4)))
 
 
 def test_clearing_forgets_this_model_alone(

@@ -184,10 +184,7 @@ def test_codecs_have_defaults_of_their_own() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"codec": "kv2"},
-        {"recent_tokens": -1},
-        {"warm_tokens": -1},
-        {"non_finite": "zero"},
+        *({"codec": "kv2"}, {"recent_tokens": -1}, {"warm_tokens": -1}, {"non_finite": "zero"}),
         {"page_size": 0},
     ],
 )
@@ -234,18 +231,11 @@ def test_no_secret_of_a_uri_is_shown(uri: str) -> None:
 def test_no_error_shows_a_secret_of_a_uri(uri: str) -> None:
     plain = uri.removesuffix(":4GiB").removesuffix(":4TiB")
     for wrong in (
-        {"tiers": [uri, "disk:./kv"]},
-        {"tiers": [uri, uri]},
-        {"tiers": [f"{plain}:5%"]},
-        {"tiers": [f"{plain}:0GiB"]},
-        {"tiers": [f"disk://{uri.partition('://')[2]}"]},
-        {"tiers": [f"file://{uri.partition('://')[2]}"]},
-        {"tiers": [uri.replace("://", ":")]},
-        {"tiers": [f"{uri}\0"], "disk": "./kv"},
-        {"disk": uri},
-        {"disk": uri.replace("://", ":")},
-        {"gpu": uri},
-        {"host": uri},
+        *({"tiers": [uri, "disk:./kv"]}, {"tiers": [uri, uri]}, {"tiers": [f"{plain}:5%"]}),
+        *({"tiers": [f"{plain}:0GiB"]}, {"tiers": [f"disk://{uri.partition('://')[2]}"]}),
+        *({"tiers": [f"file://{uri.partition('://')[2]}"]}, {"tiers": [uri.replace("://", ":")]}),
+        *({"tiers": [f"{uri}\0"], "disk": "./kv"}, {"disk": uri}),
+        *({"disk": uri.replace("://", ":")}, {"gpu": uri}, {"host": uri}),
     ):
         try:
             said = repr(load_config(**wrong))  # type: ignore[arg-type]

@@ -39,12 +39,9 @@ def test_missing_dependency_names_the_extra() -> None:
 @pytest.mark.parametrize(
     ("kind", "builtin"),
     [
-        (errors.ConfigError, ValueError),
-        (errors.CapacityError, MemoryError),
-        (errors.BusyError, errors.CapacityError),
-        (errors.StateError, RuntimeError),
-        (StoreError, OSError),
-        (errors.NonFiniteError, ArithmeticError),
+        *((errors.ConfigError, ValueError), (errors.CapacityError, MemoryError)),
+        *((errors.BusyError, errors.CapacityError), (errors.StateError, RuntimeError)),
+        *((StoreError, OSError), (errors.NonFiniteError, ArithmeticError)),
         (errors.UnsupportedModelError, TypeError),
     ],
 )

@@ -18,24 +18,12 @@ def changed(**fields: object) -> LayerGroup:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"layers": ()},
-        {"layers": (1, 0)},
-        {"layers": (0, 0)},
-        {"layers": (-1, 0)},
-        {"kv_heads": 0},
-        {"head_dim": 0},
-        {"value_dim": 0},
-        {"dtype": "int8"},
-        {"dtype": "torch.float32"},
-        {"kind": "sliding"},
-        {"kind": "chunked"},
-        {"window": 5},
-        {"kind": "sliding", "window": 0},
-        {"kind": "latent", "kv_heads": 1, "window": 5},
-        {"kind": "latent"},
-        {"kind": "latent", "kv_heads": 1, "value_dim": 17},
-        {"kind": "keys"},
-        {"kind": "keys", "value_dim": 0, "window": 5},
+        *({"layers": ()}, {"layers": (1, 0)}, {"layers": (0, 0)}, {"layers": (-1, 0)}),
+        *({"kv_heads": 0}, {"head_dim": 0}, {"value_dim": 0}, {"dtype": "int8"}),
+        *({"dtype": "torch.float32"}, {"kind": "sliding"}, {"kind": "chunked"}, {"window": 5}),
+        *({"kind": "sliding", "window": 0}, {"kind": "latent", "kv_heads": 1, "window": 5}),
+        *({"kind": "latent"}, {"kind": "latent", "kv_heads": 1, "value_dim": 17}),
+        *({"kind": "keys"}, {"kind": "keys", "value_dim": 0, "window": 5}),
     ],
 )
 def test_bad_groups(fields: dict[str, object]) -> None:
@@ -93,14 +81,11 @@ def test_json_round_trip() -> None:
 
 def test_fingerprint_sees_every_field_but_the_device() -> None:
     variants = [
-        Geometry(groups=(BASE,)),
-        Geometry(groups=(BASE,), page_size=128),
+        *(Geometry(groups=(BASE,)), Geometry(groups=(BASE,), page_size=128)),
         Geometry(groups=(BASE, changed(layers=(1,)))),
         Geometry(groups=(changed(layers=(1,)), BASE)),
-        Geometry(groups=(changed(layers=(0, 1)),)),
-        Geometry(groups=(changed(kv_heads=3),)),
-        Geometry(groups=(changed(head_dim=17),)),
-        Geometry(groups=(changed(value_dim=9),)),
+        *(Geometry(groups=(changed(layers=(0, 1)),)), Geometry(groups=(changed(kv_heads=3),))),
+        *(Geometry(groups=(changed(head_dim=17),)), Geometry(groups=(changed(value_dim=9),))),
         Geometry(groups=(changed(dtype="float16"),)),
         Geometry(groups=(changed(kind="latent", kv_heads=1),)),
         Geometry(groups=(changed(kind="sliding", window=5),)),

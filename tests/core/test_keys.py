@@ -157,19 +157,13 @@ def test_keys_agree_exactly_as_far_as_the_tokens(left: list[int], right: list[in
 def test_everything_else_changes_the_key() -> None:
     tokens = list(range(8))
     variants = [
-        keys(tokens),
-        keys(tokens, namespace=hashlib.sha256(b"another").digest()),
+        *(keys(tokens), keys(tokens, namespace=hashlib.sha256(b"another").digest())),
         keys(tokens, tenant=tenant_salt("b")),
-        keys(tokens, tenant=tenant_salt("a", b"secret")),
-        keys(tokens, tenant=tenant_salt("")),
-        keys(tokens, group=1),
-        keys(tokens, size=2),
-        keys(tokens, [Salt(0, IMAGE)]),
-        keys(tokens, [Salt(1, IMAGE)]),
-        keys(tokens, [Salt(0, SOUND)]),
+        *(keys(tokens, tenant=tenant_salt("a", b"secret")), keys(tokens, tenant=tenant_salt(""))),
+        *(keys(tokens, group=1), keys(tokens, size=2), keys(tokens, [Salt(0, IMAGE)])),
+        *(keys(tokens, [Salt(1, IMAGE)]), keys(tokens, [Salt(0, SOUND)])),
         keys(tokens, [Salt(0, IMAGE), Salt(0, SOUND)]),
-        keys(tokens, [Salt(0, IMAGE), Salt(0, IMAGE)]),
-        keys([7, *tokens[1:]]),
+        *(keys(tokens, [Salt(0, IMAGE), Salt(0, IMAGE)]), keys([7, *tokens[1:]])),
         [chain().state(ROOT, as_tokens(tokens[:4]))],
         [chain().page(NAMESPACE, as_tokens(tokens[:4]))],
         [chain().page(ROOT, as_tokens(tokens[:3]))],
@@ -215,8 +209,7 @@ def test_long_secrets_count_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens",
-    [[1, 2, 3], (1, 2, 3), range(1, 4), iter([1, 2, 3]), np.array([1, 2, 3], np.int16)],
+    "tokens", [[1, 2, 3], (1, 2, 3), range(1, 4), iter([1, 2, 3]), np.array([1, 2, 3], np.int16)]
 )
 def test_as_tokens_takes_any_flat_integers(tokens: object) -> None:
     array = as_tokens(tokens)  # type: ignore[arg-type]
@@ -234,21 +227,10 @@ def test_as_tokens_copies() -> None:
 @pytest.mark.parametrize(
     ("tokens", "vocabulary"),
     [
-        ([[1, 2]], 1 << 32),
-        ([[1, 2], [3]], 1 << 32),
-        (np.ones((1, 2), np.int64), 1 << 32),
-        (np.array(5), 1 << 32),
-        ([1.0], 1 << 32),
-        (["1"], 1 << 32),
-        ("12", 1 << 32),
-        ([True], 1 << 32),
-        ([-1], 1 << 32),
-        ([1 << 32], 1 << 32),
-        ([1 << 32], 1 << 40),
-        ([1 << 70], 1 << 32),
-        ([(1 << 64) - 1, -1], 1 << 32),
-        ([50], 50),
-        (None, 1 << 32),
+        *(([[1, 2]], 1 << 32), ([[1, 2], [3]], 1 << 32), (np.ones((1, 2), np.int64), 1 << 32)),
+        *((np.array(5), 1 << 32), ([1.0], 1 << 32), (["1"], 1 << 32), ("12", 1 << 32)),
+        *(([True], 1 << 32), ([-1], 1 << 32), ([1 << 32], 1 << 32), ([1 << 32], 1 << 40)),
+        *(([1 << 70], 1 << 32), ([(1 << 64) - 1, -1], 1 << 32), ([50], 50), (None, 1 << 32)),
         (5, 1 << 32),
     ],
 )

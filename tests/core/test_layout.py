@@ -55,10 +55,7 @@ def test_parts_fit_their_run_and_runs_do_not_overlap(
         k_scales = 4 * dim if codec == "kv4c" else 2 * tokens
         lengths = [tokens * dim * k_bits // 8, tokens * dim_v * v_bits // 8, k_scales, 2 * tokens]
     starts = [
-        0,
-        layout.v_offset_bytes,
-        layout.k_scale_offset_bytes,
-        layout.v_scale_offset_bytes,
+        *(0, layout.v_offset_bytes, layout.k_scale_offset_bytes, layout.v_scale_offset_bytes),
         layout.run_bytes,
     ]
     for start, length, end in zip(starts, lengths, starts[1:], strict=False):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from flowkv import Engine
+from tests.clock import in_child
 from tests.engine.nano import Gate, Nano, make_kv
 from tests.inside import StateError, make_request
 
@@ -214,29 +215,22 @@ def test_an_idle_engine_that_nobody_holds_ends() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_is_refused_and_leaves_the_parent_alone() -> None:
     nano = Nano()
     with make_kv() as kv, Engine(nano, kv) as engine:
         gate = Gate(nano)
         answer = engine.submit([1], max_new_tokens=6)
         gate.arrived()
-        child = os.fork()
-        if not child:
-            code = 0
+
+        def refused() -> int:
             for call in (lambda: engine.submit([2]), lambda: engine.run([[2]]), answer.result):
-                try:
+                with pytest.raises(StateError, match="parent"):
                     call()
-                    code = 1
-                except StateError as error:
-                    code |= 0 if "parent" in str(error) else 2
             engine.close()
-            del engine
-            gc.collect()
-            os._exit(code)
+            return 0
+
+        assert in_child(refused) == 0
         gate.open()
-        _, status = os.waitpid(child, 0)
-        assert status == 0
         assert answer.result(90).tokens == nano.alone([1], 6)
 
 

@@ -109,11 +109,7 @@ def test_seeds_do_not_depend_on_other_engines() -> None:
 
 def test_pages_of_rows_that_end_are_told() -> None:
     steps, model = list[EngineStep](), Nano()
-    with (
-        make_kv() as kv,
-        kv.bus.subscribe(steps.append, EngineStep),
-        Engine(model, kv) as engine,
-    ):
+    with make_kv() as kv, kv.bus.subscribe(steps.append, EngineStep), Engine(model, kv) as engine:
         engine.run([list(range(20))], max_new_tokens=1)
         assert [(step.rows, step.pages > 2) for step in steps] == [(1, True)]
         held, steps[:] = kv.open(list(range(30, 50))), []

@@ -27,10 +27,7 @@ from .pressed import Pressed, made
 
 BEGINNINGS = ([1, 2, 3] * 8, [1, 2, 3] * 3 + [4] * 9, [5, 6], [7] * 20)
 TROUBLES = (
-    NO_TROUBLE,
-    Trouble(miss=0.5),
-    Trouble(fail=0.5, damage=0.3),
-    Trouble(hang=0.5),
+    *(NO_TROUBLE, Trouble(miss=0.5), Trouble(fail=0.5, damage=0.3), Trouble(hang=0.5)),
     Trouble(fail=1.0),
 )
 

@@ -152,12 +152,7 @@ class Bench:
                 fixed = fixed.partition("# [hf]")[0]
             (self._place / "constraints.txt").write_text(fixed, encoding="utf-8")
             pip = [
-                self._python,
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "-c",
+                *(self._python, "-m", "pip", "install", "-q", "-c"),
                 self._place / "constraints.txt",
             ]
             subprocess.run([*pip, *wanted], check=True)

@@ -32,26 +32,18 @@ FEW, LONGER = 7, 4
 
 # What a model that cannot be had raises, and what such an error is turned into on the way.
 AWAY = {
-    "ConnectError",
-    "LocalEntryNotFoundError",
-    "OfflineModeIsEnabled",
-    "RepositoryNotFoundError",
-    "RemoteEntryNotFoundError",
+    *("ConnectError", "LocalEntryNotFoundError", "OfflineModeIsEnabled"),
+    *("RepositoryNotFoundError", "RemoteEntryNotFoundError"),
 }
 STATEFUL = {"past_key_values", "streamer", "logits_processor", "stopping_criteria"}
 STATEFUL |= {"assistant_model", "custom_generate", "cache_implementation"}
 """Arguments of `generate` that may not be used twice."""
 
 AWAY_SAYS = (
-    "couldn't connect to 'http",
-    "Couldn't reach",
-    "is not cached locally",
-    "offline mode is enabled",
-    "in offline mode",
-    "outgoing traffic has been disabled",
+    *("couldn't connect to 'http", "Couldn't reach", "is not cached locally"),
+    *("offline mode is enabled", "in offline mode", "outgoing traffic has been disabled"),
     "Can't find 'adapter_config.json'",
-    "is not a local folder and is not a valid model identifier",
-    "Connection refused",
+    *("is not a local folder and is not a valid model identifier", "Connection refused"),
 )
 
 

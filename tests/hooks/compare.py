@@ -20,10 +20,7 @@ PAST = "cache" if hasattr(CausalLMOutputWithPast(), "cache") else "past_key_valu
 def generate(model: torch.nn.Module, new_tokens: int = 20, **inputs: Any) -> Any:
     """Greedy unless told otherwise; returns sequences and logits."""
     options = dict(
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        return_dict_in_generate=True,
-        output_logits=True,
+        do_sample=False, max_new_tokens=new_tokens, return_dict_in_generate=True, output_logits=True
     )
     return model.generate(**{**options, **inputs})
 

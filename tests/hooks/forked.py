@@ -12,7 +12,6 @@ import gc
 import os
 import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch
 from transformers import DynamicCache
 
 import flowkv
+from tests.clock import held
 from tests.hooks import models
 from tests.hooks.compare import generate
 from tests.inside import PagedCache
@@ -108,16 +108,6 @@ def run(case: str, directory: Path) -> None:
         mine.close()
 
     if case == "locked":
-        held, go = threading.Event(), threading.Event()
-
-        def change() -> None:
-            with kv.lock:
-                held.set()
-                go.wait(60)
-
-        thread = threading.Thread(target=change)
-        thread.start()
-        held.wait()
 
         def refuses() -> None:
             generates()
@@ -129,9 +119,8 @@ def run(case: str, directory: Path) -> None:
                 raise AssertionError("it was read in the middle of a change")
             kv.close()
 
-        in_child(refuses)
-        go.set()
-        thread.join()
+        with held(kv.lock):
+            in_child(refuses)
     elif case == "attaches":
         assert kv.flush()
         in_child(attaches)

@@ -90,12 +90,9 @@ def recording() -> bool:
 
 WAITS = frozenset(
     (
-        torch.ops.aten._local_scalar_dense.default,
-        torch.ops.aten.equal.default,
-        torch.ops.aten.nonzero.default,
-        torch.ops.aten.is_nonzero.default,
-        torch.ops.aten._unique2.default,
-        torch.ops.aten.masked_select.default,
+        *(torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default),
+        *(torch.ops.aten.nonzero.default, torch.ops.aten.is_nonzero.default),
+        *(torch.ops.aten._unique2.default, torch.ops.aten.masked_select.default),
     )
 )
 """Operations whose result the host has to know."""

@@ -216,10 +216,7 @@ def test_short_prompts_and_next_turns_are_replays(name: str, device: str) -> Non
 
 @pytest.mark.parametrize(
     "given",
-    [
-        dict(attention_mask=torch.tensor([[0] * 3 + [1] * 17])),
-        dict(num_beams=2),
-    ],
+    [dict(attention_mask=torch.tensor([[0] * 3 + [1] * 17])), dict(num_beams=2)],
     ids=["padded", "beams"],
 )
 def test_other_short_prompts_are_computed_by_the_model(given: dict[str, Any]) -> None:
@@ -397,17 +394,9 @@ class Reads(TorchFunctionMode):
 
 READS = frozenset(
     (
-        torch.Tensor.cpu,
-        torch.Tensor.item,
-        torch.Tensor.tolist,
-        torch.Tensor.nonzero,
-        torch.Tensor.equal,
-        torch.Tensor.__bool__,
-        torch.Tensor.__int__,
-        torch.Tensor.__float__,
-        torch.equal,
-        torch.nonzero,
-        torch.unique,
+        *(torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.nonzero),
+        *(torch.Tensor.equal, torch.Tensor.__bool__, torch.Tensor.__int__),
+        *(torch.Tensor.__float__, torch.equal, torch.nonzero, torch.unique),
     )
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -206,6 +207,16 @@ def test_a_model_that_leaves_a_layer_out_is_found_out(kv: KV) -> None:
     assert kv.explain([1] * 10).known == 0
 
 
+def check_tokens(kv: KV, way: str, attend: Any) -> None:
+    """A model of such an attention gives the tokens of the plain one, alone and in a batch."""
+    model, seqs = make_nano(attend=attend), [kv.open(prompt) for prompt in PROMPTS]
+    with flowkv.intercept() if way == "intercept" else nullcontext():
+        for counts, rows in (([9], seqs[:1]), ([5, 8, 3], seqs[1:])):
+            for seq, tokens in zip(rows, generate(kv, model, rows, counts), strict=True):
+                prompt = PROMPTS[seqs.index(seq)]
+                assert tokens == generate_plain(make_nano(), prompt, len(tokens))
+
+
 @pytest.mark.parametrize("way", ["attention", "intercept"])
 @pytest.mark.parametrize("repeated", [False, True])
 def test_causal_with_several_tokens_and_repeated_heads(kv: KV, way: str, repeated: bool) -> None:
@@ -219,12 +230,7 @@ def test_causal_with_several_tokens_and_repeated_heads(kv: KV, way: str, repeate
             return flowkv.attention(q, k, v, layer=layer, is_causal=causal)
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=not repeated)
 
-    model, seqs = make_nano(attend=guarded), [kv.open(prompt) for prompt in PROMPTS]
-    with flowkv.intercept() if way == "intercept" else nullcontext():
-        for counts, rows in (([9], seqs[:1]), ([5, 8, 3], seqs[1:])):
-            for seq, tokens in zip(rows, generate(kv, model, rows, counts), strict=True):
-                prompt = PROMPTS[seqs.index(seq)]
-                assert tokens == generate_plain(make_nano(), prompt, len(tokens))
+    check_tokens(kv, way, guarded)
 
 
 def seen(count: int, window: int | None = None) -> torch.Tensor:
@@ -252,12 +258,7 @@ def test_masks_that_say_the_causal_rule(kv: KV, way: str, said: str) -> None:
             return flowkv.attention(q, k, v, layer=layer, attn_mask=mask)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
-    model, seqs = make_nano(attend=masked), [kv.open(prompt) for prompt in PROMPTS]
-    with flowkv.intercept() if way == "intercept" else nullcontext():
-        for counts, rows in (([9], seqs[:1]), ([5, 8, 3], seqs[1:])):
-            for seq, tokens in zip(rows, generate(kv, model, rows, counts), strict=True):
-                prompt = PROMPTS[seqs.index(seq)]
-                assert tokens == generate_plain(make_nano(), prompt, len(tokens))
+    check_tokens(kv, way, masked)
 
 
 @pytest.mark.parametrize("way", ["group", "full group"])

@@ -20,13 +20,7 @@ import flowkv
 from bench.sparsified import Paged
 from flowkv import Salt
 from flowkv.hooks.blend import Blender, KeyTurn
-from flowkv.policy.blend import (
-    BLEND_RULES,
-    BlendRule,
-    FirstTokens,
-    ValueDeviation,
-    make_blend_rule,
-)
+from flowkv.policy.blend import BLEND_RULES, BlendRule, FirstTokens, ValueDeviation, make_blend_rule
 from tests.hooks import models
 from tests.hooks.compare import attached, generate, reused
 from tests.hooks.test_restore import Slow, on
@@ -491,10 +485,7 @@ class TestWhatIsNotServed:
     )
     def test_is_refused_in_words(self, make: Any, problem: str) -> None:
         model = make()
-        with (
-            pytest.warns(flowkv.ExperimentalWarning),
-            pytest.raises(ConfigError, match=problem),
-        ):
+        with pytest.warns(flowkv.ExperimentalWarning), pytest.raises(ConfigError, match=problem):
             flowkv.attach(model, reuse="blend", gpu="64MiB", page_size=16)
         assert not any("ForwardHook" in str(hook) for hook in model._forward_hooks.values())
 

@@ -79,9 +79,7 @@ MASKS: list[Make] = [
     lambda rng, rows, new, past: None,
     lambda rng, rows, new, past: torch.ones(rows, past + new, dtype=torch.long),
     lambda rng, rows, new, past: torch.ones(rows, past + new, dtype=torch.bool),
-    lambda rng, rows, new, past: torch.ones(rows, new, dtype=torch.long),
-    _hidden,
-    _seen,
+    *(lambda rng, rows, new, past: torch.ones(rows, new, dtype=torch.long), _hidden, _seen),
     _additive,
 ]
 USUAL = 0.75

@@ -13,18 +13,13 @@ from flowkv.policy import LRU, Lease
 from tests.hooks import models
 from tests.hooks.compare import attached, generate
 from tests.inside import restore
-from tests.policy.call_log import CallLog
+from tests.policy.call_log import logged_by
 
 
 def test_a_call_says_what_becomes_of_its_pages() -> None:
     model, logs = models.causal("llama"), []
-
-    def make() -> CallLog:
-        logs.append(CallLog(LRU()))
-        return logs[-1]
-
     ids = models.prompt(40)
-    with attached(model, policy=make) as kv:
+    with attached(model, policy=logged_by(logs, LRU)) as kv:
         care: dict[str, Any] = {"session": "s", "retain": [Retain(0, 16, priority=90)]}
         cache = kv.cache(input_ids=ids, lease="one_shot", **care)
         generate(model, 4, input_ids=ids, past_key_values=cache)
@@ -41,13 +36,8 @@ def test_a_call_says_what_becomes_of_its_pages() -> None:
 
 def test_rows_that_are_opened_twice_are_one_request_each(monkeypatch: pytest.MonkeyPatch) -> None:
     model, logs = models.causal("llama"), []
-
-    def make() -> CallLog:
-        logs.append(CallLog(LRU()))
-        return logs[-1]
-
     one, other = models.prompt(48, seed=1), models.prompt(48, seed=2)
-    with attached(model, policy=make):
+    with attached(model, policy=logged_by(logs, LRU)):
         generate(model, 2, input_ids=one)
         generate(model, 2, input_ids=other[:, :16])
         before = len([call for call in logs[0].calls if call.name == "access"])

@@ -12,16 +12,17 @@ import transformers
 from transformers import DynamicCache
 
 from flowkv import Engine
-from tests.inside import PagedCache, door_of
+from tests.inside import door_of
 
 from . import models
-from .compare import assert_same, attached, filled, generate, reused, turns
+from .compare import assert_same, attached, generate, reused, turns
 from .test_engine_rows import opened
 from .test_indexed import (
     KNOWN,
     NEW,
     Frames,
     answer,
+    check_changed,
     flipped,
     missing,
     of_another_prompt,
@@ -158,19 +159,7 @@ def _edited_state(cache: Any) -> Any:
 
 @pytest.mark.parametrize("change", [copy.deepcopy, pickled, _repeated, _edited, _edited_state])
 def test_a_cache_that_is_copied_or_changed(change: Any) -> None:
-    model, prompt, more = models.causal(NAME), models.prompt(60), models.prompt(9, seed=5)
-    theirs = answer(model, change(filled(model, prompt)), more)
-    plain = answer(model, filled(model, prompt), more)
-    with attached(model):
-        filled(model, prompt)
-        cache = filled(model, prompt)
-        assert isinstance(cache, PagedCache) and cache.reused
-        changed = change(cache)
-        torch.testing.assert_close(answer(model, changed, more), theirs, atol=2e-4, rtol=2e-4)
-        if changed is not cache:
-            torch.testing.assert_close(answer(model, cache, more), plain, atol=2e-4, rtol=2e-4)
-        again = answer(model, filled(model, prompt), more)
-        torch.testing.assert_close(again, plain, atol=2e-4, rtol=2e-4)
+    check_changed(NAME, change)
 
 
 # Faults: states that are not those of the pages beside them.

@@ -57,10 +57,7 @@ Change = Callable[[Any, dict[str, Any]], dict[str, Any]]
 CASES: dict[str, tuple[str | None, Change]] = {
     "a fresh cache": ("", lambda _, given: given),
     "a cache without layers": ("", lambda _, given: given | {PAST: DynamicCache()}),
-    "a pair of caches": (
-        "",
-        lambda _, given: given | {PAST: _crossed(given[PAST], filled=False)},
-    ),
+    "a pair of caches": ("", lambda _, given: given | {PAST: _crossed(given[PAST], filled=False)}),
     "labels": (None, lambda _, given: given | {"labels": given["input_ids"]}),
     "a filled cross attention": (
         None,

@@ -178,10 +178,7 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("edit", EDITS, ids=[edit.__name__.strip("_") for edit in EDITS])
 def test_an_edit_takes_effect(
-    loaded: dict[str, Any],
-    served: dict[str, tuple[Any, flowkv.KV]],
-    name: str,
-    edit: Edit,
+    loaded: dict[str, Any], served: dict[str, tuple[Any, flowkv.KV]], name: str, edit: Edit
 ) -> None:
     if name == "mistral" and edit in FULL_ONLY:
         pytest.skip("a native window cannot be cropped, nor its masks be pruned")

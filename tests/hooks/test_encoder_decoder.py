@@ -106,11 +106,9 @@ class TestCachesMadeBeforehand:
         other = inputs["decoder_input_ids"].clone()
         other[:, 3:] += 1
         calls = [
-            inputs,
-            inputs | {"decoder_input_ids": other},
+            *(inputs, inputs | {"decoder_input_ids": other}),
             inputs | {"decoder_input_ids": inputs["decoder_input_ids"][:, :98]},
-            inputs | {"input_ids": inputs["input_ids"].flip(1)},
-            text(masked=7),
+            *(inputs | {"input_ids": inputs["input_ids"].flip(1)}, text(masked=7)),
         ]
         wanted = [generate(t5, 6, **call) for call in calls]
         with attached(t5) as kv:

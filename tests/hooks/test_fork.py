@@ -13,8 +13,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 @pytest.mark.parametrize(
-    "cases",
-    ["plain threaded", pytest.param("attaches hybrid locked", marks=pytest.mark.thorough)],
+    "cases", ["plain threaded", pytest.param("attaches hybrid locked", marks=pytest.mark.thorough)]
 )
 def test_a_child_generates(cases: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.hooks.forked", str(tmp_path), *cases.split()]

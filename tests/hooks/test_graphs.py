@@ -7,7 +7,6 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +22,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProc
 
 import flowkv
 from tests import inside
+from tests.clock import together
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 from tests.hooks.recorder import WAITS, LaunchRecorder, recorded
@@ -286,33 +286,37 @@ def geometry(
     return flowkv.Geometry(groups=(group,), page_size=page_size)
 
 
+def decoded(
+    run: Callable[..., torch.Tensor], kv: flowkv.KV, rows: list[int], most: int = 3
+) -> list[torch.Tensor]:
+    """What a model answers in steps of so many of its rows, behind their prompts."""
+    found = []
+    with torch.no_grad():
+        seqs = [kv.open([*range(5 + i, 15 + 2 * i)], reuse=False) for i in range(most)]
+        for step in kv.prefill(seqs):
+            run(step.tokens, step.positions)
+        for turn, count in enumerate(rows):
+            with kv.step(seqs[:count], [[turn % 60]] * count) as step:
+                found.append(run(step.tokens, step.positions))
+        for seq in seqs:
+            seq.close()
+    return found
+
+
 def test_a_model_of_ones_own(device: str) -> None:
     model = Nano().to(device)
     place = device if device == "cpu" else f"{device}:0"
 
-    def decoded(run: Callable[..., torch.Tensor], kv: flowkv.KV) -> list[torch.Tensor]:
-        found = []
-        with torch.no_grad():
-            seqs = [kv.open([*range(5 + i, 15 + 2 * i)], reuse=False) for i in range(3)]
-            for step in kv.prefill(seqs):
-                run(step.tokens, step.positions)
-            for turn in range(40):
-                rows = seqs[: 3 - turn // 25]
-                with kv.step(rows, [[turn % 60]] * len(rows)) as step:
-                    found.append(run(step.tokens, step.positions))
-            for seq in seqs:
-                seq.close()
-        return found
-
     with capturing(device), flowkv.KV(geometry(2, 16, device=place), gpu="8MiB") as kv:
-        wanted = decoded(model, kv)
+        rows = [3 - turn // 25 for turn in range(40)]
+        wanted = decoded(model, kv, rows)
         graphed = flowkv.graphed(model, kv)
-        found = decoded(graphed, kv)
+        found = decoded(graphed, kv, rows)
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b)
         assert counts(kv)[1] > 20
         model.qkv[0].weight.data = model.qkv[0].weight.data * 0.5  # another tensor
-        for a, b in zip(decoded(graphed, kv), decoded(model, kv), strict=True):
+        for a, b in zip(decoded(graphed, kv, rows), decoded(model, kv, rows), strict=True):
             torch.testing.assert_close(a, b)
 
 
@@ -557,23 +561,9 @@ class Scaling(Nano):
 def test_rows_of_no_token_change_no_scale_of_others(rows: list[int]) -> None:
     """Three rows run eagerly, not beside a fourth, of which kernels write nothing."""
     model = Scaling()
-
-    def decoded(run: Callable[..., torch.Tensor], kv: flowkv.KV) -> list[torch.Tensor]:
-        found = []
-        with torch.no_grad():
-            seqs = [kv.open([*range(5 + i, 15 + 2 * i)], reuse=False) for i in range(4)]
-            for step in kv.prefill(seqs):
-                run(step.tokens, step.positions)
-            for turn, count in enumerate(rows):
-                with kv.step(seqs[:count], [[turn]] * count) as step:
-                    found.append(run(step.tokens, step.positions))
-            for seq in seqs:
-                seq.close()
-        return found
-
     with recorded(), flowkv.KV(geometry(2, 16), gpu="8MiB") as kv:
-        wanted = decoded(model, kv)
-        for a, b in zip(decoded(flowkv.graphed(model, kv), kv), wanted, strict=True):
+        wanted = decoded(model, kv, rows, 4)
+        for a, b in zip(decoded(flowkv.graphed(model, kv), kv, rows, 4), wanted, strict=True):
             torch.testing.assert_close(a, b)
         assert "other logits" in kv.stats()["graphs"]["eager"]
 
@@ -664,11 +654,7 @@ def test_threads_share_graphs(device: str) -> None:
             found[number] = generate(model, 25, input_ids=prompts[number])
 
         run(0)  # captured by one: others replay while it does
-        threads = [threading.Thread(target=run, args=(n,)) for n in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(*(partial(run, n) for n in range(3)))
         assert counts(kv)[1] > 50
     for number, answer in enumerate(wanted):
         assert_same(found[number], answer)

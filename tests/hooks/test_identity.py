@@ -458,14 +458,9 @@ def steered() -> torch.nn.Module:
 def test_an_input_that_nobody_knows_is_part_of_the_key() -> None:
     model, rows = steered(), models.prompt(60).repeat(2, 1)
     cases = [
-        {},
-        {"steer": torch.tensor([1.0, 1.5])},
-        {"steer": torch.tensor([1.5, 1.0])},
-        {"steer": torch.tensor(1.5)},
-        {"names": ["a", "bb"]},
-        {"names": ["bb", "a"]},
-        {"loud": False},
-        {"loud": True},
+        *({}, {"steer": torch.tensor([1.0, 1.5])}, {"steer": torch.tensor([1.5, 1.0])}),
+        *({"steer": torch.tensor(1.5)}, {"names": ["a", "bb"]}, {"names": ["bb", "a"]}),
+        *({"loud": False}, {"loud": True}),
     ]
     wanted = [generate(model, 4, input_ids=rows, **case) for case in cases]
     with attached(model, revision="steered") as kv:

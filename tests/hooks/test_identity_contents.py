@@ -132,10 +132,7 @@ def attribute(name: str, value: Any) -> Callable[[Any], object]:
 # What a module holds, and an edit of it.
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "tuples": (lambda: {(0, 1): 1.0, (1, 0): 1.0}, put((0, 1), 2.0)),
-    "tuples_of_tuples": (
-        lambda: {(0, (1, "a")): 1.0, (0, (1, "b")): 1.0},
-        put((0, (1, "a")), 2.0),
-    ),
+    "tuples_of_tuples": (lambda: {(0, (1, "a")): 1.0, (0, (1, "b")): 1.0}, put((0, (1, "a")), 2.0)),
     "dtypes": (lambda: {torch.float32: 1.0, torch.float64: 1.0}, put(torch.float32, 2.0)),
     "many_tuples": (lambda: {(i, 0): 1.0 for i in range(100)}, put((40, 0), 2.0)),
     "order": (lambda: {"a": "add", "b": "mul"}, lambda s: s.update({"a": s.pop("a")})),
@@ -307,23 +304,13 @@ def endless() -> list[Any]:
 @pytest.mark.parametrize(
     "make",
     [
-        Cross,
-        CrossMapping,
-        lambda: CrossList([1]),
-        lambda: {Cross(): 1},
-        lambda: {Cross()},
-        lambda: [Cross(), Cross()],
-        endless,
-        lambda: torch.empty(2, device="meta"),
+        *(Cross, CrossMapping, lambda: CrossList([1]), lambda: {Cross(): 1}, lambda: {Cross()}),
+        *(lambda: [Cross(), Cross()], endless, lambda: torch.empty(2, device="meta")),
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-        lambda: torch.ones(2).to_mkldnn(),
-        lambda: torch.ones(2, 2).to_sparse_csc(),
+        *(lambda: torch.ones(2).to_mkldnn(), lambda: torch.ones(2, 2).to_sparse_csc()),
         lambda: torch.empty(2, dtype=torch.bits8),
-        lambda: np.array(["2020-01-01"], dtype="M8[D]"),
-        cross_array,
-        lambda: (x for x in ()),
-        lambda: ctypes.pointer(ctypes.c_int(1)),
-        sys._getframe,
+        *(lambda: np.array(["2020-01-01"], dtype="M8[D]"), cross_array, lambda: (x for x in ())),
+        *(lambda: ctypes.pointer(ctypes.c_int(1)), sys._getframe),
         lambda: types.MappingProxyType({(1, 2): 3}),
         lambda: torch.jit.script(torch.nn.Linear(2, 2)),
         lambda: torch.nn.Linear.__new__(torch.nn.Linear),
@@ -492,13 +479,8 @@ def wrapped_function(factor: float) -> Edit:
 
 
 PLACES = [
-    partial_function,
-    partial_of_its_own,
-    partial_method,
-    list_of_a_class,
-    tensor_of_a_class,
-    dict_of_a_module,
-    wrapped_function,
+    *(partial_function, partial_of_its_own, partial_method, list_of_a_class, tensor_of_a_class),
+    *(dict_of_a_module, wrapped_function),
 ]
 
 

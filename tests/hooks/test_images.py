@@ -190,12 +190,9 @@ def test_forwards_without_positions_count_anew(name: str) -> None:
     """Behind a cache, such a model counts from where its last prompt with images ended."""
     model, twin = made(name), made(name)
     calls = [
-        asked(text(40, 1)),
-        asked(text(20, 2), CAT, text(9, 3)),
-        asked(torch.cat([text(40, 1), text(7, 4)], 1)),
-        asked(text(20, 2), WIDE, text(9, 3)),
-        asked(text(20, 2), CAT, text(9, 3)),
-        asked(torch.cat([text(40, 1), text(7, 4)], 1)),
+        *(asked(text(40, 1)), asked(text(20, 2), CAT, text(9, 3))),
+        *(asked(torch.cat([text(40, 1), text(7, 4)], 1)), asked(text(20, 2), WIDE, text(9, 3))),
+        *(asked(text(20, 2), CAT, text(9, 3)), asked(torch.cat([text(40, 1), text(7, 4)], 1))),
     ]
     wanted = [passed(twin, given) for given in calls]
     with attached(model) as kv:
@@ -375,10 +372,8 @@ def test_an_image_behind_a_known_prefix_sees_itself_whole() -> None:
     """Gemma 3 reads its mask from the types of all tokens, not of those left to compute."""
     first, last = text(30, 1), text(20, 2)
     calls = [
-        pictured(first, 1, last),
-        pictured(first, 2, last),
-        pictured(first, 1, last, 2, text(5, 3)),
-        pictured(first, 1, last, 3, text(5, 3)),
+        *(pictured(first, 1, last), pictured(first, 2, last)),
+        *(pictured(first, 1, last, 2, text(5, 3)), pictured(first, 1, last, 3, text(5, 3))),
         pictured(first, 1, 2, last),
     ]
     model = _seeing()

@@ -17,11 +17,7 @@ from tests.inside import GeometryError, StateError
 
 HEADS, RANK, ROPE, DIM, WIDTH, LAYERS = 4, 16, 8, 12, 32, 2
 GROUP = LayerGroup(
-    layers=tuple(range(LAYERS)),
-    kv_heads=1,
-    head_dim=RANK + ROPE,
-    value_dim=RANK,
-    kind="latent",
+    layers=tuple(range(LAYERS)), kv_heads=1, head_dim=RANK + ROPE, value_dim=RANK, kind="latent"
 )
 SHAPE = Geometry(groups=(GROUP,), page_size=8)
 PROMPTS = [[7, 3, 9, 4, 4, 1] * 4, [5], list(range(30)), [7, 3, 9, 4, 4, 1] * 4 + [2] * 9]

@@ -238,11 +238,7 @@ def test_a_long_text_that_becomes_short_names_no_page(way: str) -> None:
         mask[0, : cache.get_seq_length() - 40] = 0
         where = torch.arange(40, 60)[None]
         model(
-            more[:, :20],
-            logits_to_keep=1,
-            attention_mask=mask,
-            position_ids=where,
-            **{PAST: cache},
+            more[:, :20], logits_to_keep=1, attention_mask=mask, position_ids=where, **{PAST: cache}
         )
         del cache
         assert_same(generate(model, 4, input_ids=ids), want)

@@ -312,14 +312,10 @@ def test_the_parts_of_a_partial_are_watched() -> None:
 
 
 MUTATIONS: list[Callable[[dict[Any, Any], int], object]] = [
-    lambda held, n: held.update({n % 7: n}),
-    lambda held, n: held.setdefault(n % 7, [n]),
-    lambda held, n: held.pop(n % 7, None),
-    lambda held, n: held.popitem() if held else None,
-    lambda held, n: held.__setitem__(n % 5, str(n)),
-    lambda held, n: held.__ior__({n % 3: n}),
-    lambda held, n: held.clear() if n % 11 == 0 else None,
-    lambda held, n: held.get(n),
+    *(lambda held, n: held.update({n % 7: n}), lambda held, n: held.setdefault(n % 7, [n])),
+    *(lambda held, n: held.pop(n % 7, None), lambda held, n: held.popitem() if held else None),
+    *(lambda held, n: held.__setitem__(n % 5, str(n)), lambda held, n: held.__ior__({n % 3: n})),
+    *(lambda held, n: held.clear() if n % 11 == 0 else None, lambda held, n: held.get(n)),
     lambda held, n: held.update(dict(held)),
     lambda held, n: [held.__setitem__(k, n + k) for k in range(n % 40)],
 ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import transformers
 
 import flowkv
 from flowkv import FlowKVError
+from tests.clock import together
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 
@@ -125,11 +126,7 @@ def test_two_threads_generate_at_once() -> None:
                 found[i].append(generate(model, input_ids=prompts[i]))
 
     with attached(model):
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(*(partial(work, i) for i in range(4)))
         for i, wanted in enumerate(theirs):
             assert len(found[i]) == 3
             for ours in found[i]:

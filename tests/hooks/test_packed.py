@@ -668,17 +668,10 @@ def test_attention_that_is_not_plainly_a_rows_own_is_refused() -> None:
         windowed = MaskRecipe(mask.build, mask.arguments, 2, torch.bool)
         another = MaskRecipe(lambda **_: None, mask.arguments, None, torch.bool)
         for changed in (
-            dict(key=k.clone()),
-            dict(value=v.clone()),
-            dict(seen=None),
-            dict(seen=torch.ones(1, 1, 3, 3)),
-            dict(seen=windowed),
-            dict(seen=another),
-            dict(query=q[:, :, :2]),
-            dict(query=q[:, :3]),
-            dict(dropout=0.1),
-            dict(is_causal=False),
-            dict(position_bias=q),
+            *(dict(key=k.clone()), dict(value=v.clone()), dict(seen=None)),
+            *(dict(seen=torch.ones(1, 1, 3, 3)), dict(seen=windowed), dict(seen=another)),
+            *(dict(query=q[:, :, :2]), dict(query=q[:, :3]), dict(dropout=0.1)),
+            *(dict(is_causal=False), dict(position_bias=q)),
         ):
             with pytest.raises(Unpackable, match=r"packed.*run by itself"):
                 attend(**changed)

@@ -306,16 +306,9 @@ def test_what_pages_cannot_hold_is_refused(model: Any, press: Any, words: str) -
 
 def test_settings_name_a_press() -> None:
     ones = [
-        Stub(),
-        Stub(0.25),
-        Stub(scale=2.0),
-        Stub(held=[1]),
-        Stub(held=[(1,)]),
-        Stub(held=["1"]),
-        Stub(held=[Stub()]),
-        Stub(held=[torch.zeros(3)]),
-        Stub(held=[torch.zeros(3).double()]),
-        Stub(held=[torch.zeros(()).bfloat16()]),
+        *(Stub(), Stub(0.25), Stub(scale=2.0), Stub(held=[1]), Stub(held=[(1,)])),
+        *(Stub(held=["1"]), Stub(held=[Stub()]), Stub(held=[torch.zeros(3)])),
+        *(Stub(held=[torch.zeros(3).double()]), Stub(held=[torch.zeros(()).bfloat16()])),
     ]
     assert len({words_of(one) for one in ones} - {b""}) == len(ones)
     press, ids = Press(Stub()), np.arange(50, dtype=np.uint32)
@@ -332,10 +325,8 @@ def user(**members: Any) -> Any:
 @pytest.mark.parametrize(
     "press",
     [
-        user(),
-        pytest.param(Stub(0.6, held=[user()]), marks=pytest.mark.thorough),
-        Stub(0.6, held=[{"a": object()}]),
-        Stub(0.6, draws="torch"),
+        *(user(), pytest.param(Stub(0.6, held=[user()]), marks=pytest.mark.thorough)),
+        *(Stub(0.6, held=[{"a": object()}]), Stub(0.6, draws="torch")),
         pytest.param(Stub(0.6, draws="numpy"), marks=pytest.mark.thorough),
         Stub(0.6, draws="random"),
     ],

@@ -109,12 +109,7 @@ def lost_later(patch: Patch, tier: Slow, *, room: bool = True) -> None:
 @pytest.mark.parametrize("rows", [pytest.param(1, id="no room"), pytest.param(3, id="beams")])
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_suffix_is_not_taken_for_the_whole(
-    llama: Any,
-    prompt: torch.Tensor,
-    frames: dict[bytes, Any],
-    last: Last,
-    rows: int,
-    masked: bool,
+    llama: Any, prompt: torch.Tensor, frames: dict[bytes, Any], last: Last, rows: int, masked: bool
 ) -> None:
     with restoring(llama, frames, 0.0) as (kv, tier, _):
         cache = kv.cache(prompt)
@@ -203,12 +198,7 @@ class TestWithoutAnybodyToCompute:
 
     @pytest.mark.parametrize("masked", [True, False])
     def test_whoever_has_noticed_goes_on(
-        self,
-        llama: Any,
-        prompt: torch.Tensor,
-        frames: dict[bytes, Any],
-        last: Last,
-        masked: bool,
+        self, llama: Any, prompt: torch.Tensor, frames: dict[bytes, Any], last: Last, masked: bool
     ) -> None:
         theirs = generate(llama, 4, input_ids=prompt)
         with restoring(llama, frames, 0.0) as (kv, tier, _):

@@ -69,10 +69,7 @@ def test_a_failed_forward_leaves_the_rows_as_they_were() -> None:
     model, inputs = models.causal("llama"), padded(60, 60)
     with attached(model):
         door, call = first_forward(model, inputs)
-        run, seqs = (
-            Nested(door, call, call.types, NOTHING_FILLED),
-            opened(door, call),
-        )
+        run, seqs = (Nested(door, call, call.types, NOTHING_FILLED), opened(door, call))
         parts = [Part(row, seq, 0, 16) for row, seq in enumerate(seqs)]
         run.compute(parts)
 

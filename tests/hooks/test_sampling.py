@@ -154,18 +154,11 @@ def test_empty_processors_are_greedy(model: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        dict(num_beams=3),
-        dict(num_return_sequences=2, do_sample=True),
-        dict(prompt_lookup_num_tokens=3),
-        dict(guidance_scale=2.0),
-        dict(token_healing=True),
-        dict(max_new_tokens=4),
-        dict(max_length=40),
-        dict(assistant_model="someone"),
-        dict(pixel_values=torch.zeros(1)),
-        dict(stop_strings=["x"]),
-        dict(do_sample=True, temperature=-1.0),
-        dict(typo=1),
+        *(dict(num_beams=3), dict(num_return_sequences=2, do_sample=True)),
+        *(dict(prompt_lookup_num_tokens=3), dict(guidance_scale=2.0), dict(token_healing=True)),
+        *(dict(max_new_tokens=4), dict(max_length=40), dict(assistant_model="someone")),
+        *(dict(pixel_values=torch.zeros(1)), dict(stop_strings=["x"])),
+        *(dict(do_sample=True, temperature=-1.0), dict(typo=1)),
     ],
     ids="-".join,
 )

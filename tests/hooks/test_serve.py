@@ -292,9 +292,7 @@ def test_a_least_number_of_tokens_is_a_number(servers: tuple[Server, Server]) ->
     assert (status, "min_tokens='x'" in text) == (400, True)
 
 
-def test_options_that_the_engine_lacks_go_through_generate(
-    servers: tuple[Server, Server],
-) -> None:
+def test_options_that_the_engine_lacks_go_through_generate(servers: tuple[Server, Server]) -> None:
     ours, plain = servers
     beams = json.dumps({"num_beams": 2, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0})
     chat = [turn(SYSTEM, "system"), turn("# beams")]
@@ -664,10 +662,8 @@ def through(app: Any) -> list[Any]:
     [
         (errors.CapacityError("no room", "Wait"), 503),
         (errors.ConfigError("odd", "Mend"), 400),
-        (errors.UnsupportedModelError("odd", "Mend"), 400),
-        (KeyError("role"), 400),
-        (ValueError("half \ud800"), 400),
-        (RuntimeError("device lost"), 500),
+        *((errors.UnsupportedModelError("odd", "Mend"), 400), (KeyError("role"), 400)),
+        *((ValueError("half \ud800"), 400), (RuntimeError("device lost"), 500)),
     ],
 )
 def test_refusals_name_cause_and_remedy(error: Exception, status: int) -> None:

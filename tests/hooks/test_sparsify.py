@@ -476,12 +476,8 @@ def test_a_rule_may_count_by_layer_where_it_has_a_share_for_each(model: Any) -> 
 
 def test_what_cannot_lose_tokens_is_refused(model: Any) -> None:
     for odd, words in (
-        ("snapkv", "NAME:SHARE"),
-        ("snapvk:0.5", "snapkv"),
-        ("latest:0", "share"),
-        ("latest:1.5", "share"),
-        ("latest:half", "NAME:SHARE"),
-        (3, "sparsifier"),
+        *(("snapkv", "NAME:SHARE"), ("snapvk:0.5", "snapkv"), ("latest:0", "share")),
+        *(("latest:1.5", "share"), ("latest:half", "NAME:SHARE"), (3, "sparsifier")),
         (KeepLatest([0.5] * 3), "none for layer 3"),
         (KeepLatest([0.5] * 5), "shares of 5 layers for a LlamaForCausalLM of 4"),
     ):

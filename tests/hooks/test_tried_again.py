@@ -70,9 +70,7 @@ def attention_of_torch(model: Any) -> Edit:
 def keys_repeated(model: Any) -> Edit:
     plain = sdpa_attention.repeat_kv
     return patch.multiple(
-        sdpa_attention,
-        use_gqa_in_sdpa=lambda *_: False,
-        repeat_kv=lambda x, n: plain(x * 1.02, n),
+        sdpa_attention, use_gqa_in_sdpa=lambda *_: False, repeat_kv=lambda x, n: plain(x * 1.02, n)
     )
 
 

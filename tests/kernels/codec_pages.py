@@ -145,12 +145,7 @@ def moved(
 
 def padding(layout: PageLayout) -> torch.Tensor:
     """Which bytes of a page mean nothing, bool `[page_bytes]`."""
-    tokens, dim, dim_v, codec = (
-        layout.page_size,
-        layout.head_dim,
-        layout.value_dim,
-        layout.codec,
-    )
+    tokens, dim, dim_v, codec = (layout.page_size, layout.head_dim, layout.value_dim, layout.codec)
     item = getattr(torch, layout.dtype).itemsize
     k, v = {
         "raw": (dim * item, dim_v * item),

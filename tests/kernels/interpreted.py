@@ -106,9 +106,7 @@ def test_few_shares(shares: int, window: int | None, monkeypatch: pytest.MonkeyP
     """However the pages are dealt out, the answer is the same."""
     traits = triton_few.traits(torch.device("cpu"))
     monkeypatch.setattr(
-        triton_few,
-        "traits",
-        lambda device: traits._replace(processors=shares, shared_bytes=1),
+        triton_few, "traits", lambda device: traits._replace(processors=shares, shared_bytes=1)
     )
     layout = layout_of(1, 32, page_size=16)
     attend(Scene(layout, [150, 17, 300, 1, 48], [1, 1, 1, 0, 1], window), 2)

@@ -11,9 +11,7 @@ import os
 import pytest
 import torch
 
-from flowkv.kernels import (
-    transcode,
-)
+from flowkv.kernels import transcode
 from tests.inside import ConfigError, interpreted
 from tests.inside import codec as triton_codec
 from tests.inside import codecs_KINDS as KINDS

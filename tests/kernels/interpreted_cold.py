@@ -268,10 +268,7 @@ def test_cold_chunks_of_some_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -
     assert coder.places[2].layers == slice(2, 3)
     damaged[at : at + 8] = bytes(8)
     pages = [
-        (data, 0, 3),
-        (bytes(damaged), 0, 2),
-        (bytes(damaged), 1, 2),
-        (data[:-1], 0, 3),
+        *((data, 0, 3), (bytes(damaged), 0, 2), (bytes(damaged), 1, 2), (data[:-1], 0, 3)),
         (b"", 0, 1),
     ]
     assert compare(coder, pages) == [True, True, False, False, False]

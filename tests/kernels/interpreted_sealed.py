@@ -15,12 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.kernels import (
-    Ragged,
-    Scoring,
-    checking,
-    paged_attention,
-)
+from flowkv.kernels import Ragged, Scoring, checking, paged_attention
 from tests.inside import few as triton_few
 from tests.inside import layout_CODECS as CODECS
 from tests.inside import paged_attention as attend_triton

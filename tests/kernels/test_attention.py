@@ -11,13 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.kernels import (
-    Ragged,
-    append,
-    checking,
-    merge,
-    paged_attention,
-)
+from flowkv.kernels import Ragged, append, checking, merge, paged_attention
 from tests.inside import attention as cpu_attention
 from tests.kernels.scene import Scene, int32, layout_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -28,75 +29,53 @@ def scene() -> Scene:
 
 Spoil = Callable[[Scene], object]
 
+
+def attend(s: Scene, *shape: int, **how: Any) -> object:
+    return paged_attention(torch.ones(*shape), s.pages, s.batch, **how)
+
+
+def write(s: Scene, keys: int, *values: int) -> object:
+    return append(torch.ones(keys, 2, 16), torch.ones(*values), s.pages, s.batch)
+
+
+def read(s: Scene, arena: torch.Tensor | None = None, layer: int = 0, **changes: Any) -> object:
+    pages = Pages(s.pages.arena if arena is None else arena, s.layout, layer)
+    return gather_dense(pages, s.batch._replace(**changes), changes.get("most_length", 4))
+
+
 SHAPES: dict[str, tuple[Spoil, str]] = {
-    "q of two dimensions": (
-        lambda s: paged_attention(torch.ones(3, 64), s.pages, s.batch),
-        r"Pass all rows' new tokens packed",
-    ),
-    "q of another head dim": (
-        lambda s: paged_attention(torch.ones(3, 4, 24), s.pages, s.batch),
-        r"packed as \[N, 4, 16\]",
-    ),
-    "query heads": (
-        lambda s: paged_attention(torch.ones(3, 3, 16), s.pages, s.batch),
-        "multiple of KV heads",
-    ),
+    "q of two dimensions": (lambda s: attend(s, 3, 64), r"Pass all rows' new tokens packed"),
+    "q of another head dim": (lambda s: attend(s, 3, 4, 24), r"packed as \[N, 4, 16\]"),
+    "query heads": (lambda s: attend(s, 3, 3, 16), "multiple of KV heads"),
     "sinks": (
-        lambda s: paged_attention(torch.ones(3, 4, 16), s.pages, s.batch, sinks=torch.ones(2)),
+        lambda s: attend(s, 3, 4, 16, sinks=torch.ones(2)),
         r"one number per query head, \[4\]",
     ),
-    "window": (
-        lambda s: paged_attention(torch.ones(3, 4, 16), s.pages, s.batch, window=0),
-        "window=0",
-    ),
+    "window": (lambda s: attend(s, 3, 4, 16, window=0), "window=0"),
     "fewer queries than tokens": (
-        lambda s: paged_attention(torch.ones(2, 4, 16), s.pages, s.batch),
+        lambda s: attend(s, 2, 4, 16),
         "2 packed tokens for a batch of 3",
     ),
-    "fewer keys than tokens": (
-        lambda s: append(torch.ones(2, 2, 16), torch.ones(2, 2, 24), s.pages, s.batch),
-        "2 packed tokens for a batch of 3",
-    ),
-    "fewer values than keys": (
-        lambda s: append(torch.ones(3, 2, 16), torch.ones(2, 2, 24), s.pages, s.batch),
-        "keys of 3 tokens and values of 2",
-    ),
+    "fewer keys than tokens": (lambda s: write(s, 2, 2, 2, 24), "2 packed tokens for a batch of 3"),
+    "fewer values than keys": (lambda s: write(s, 3, 2, 2, 24), "keys of 3 tokens and values of 2"),
     "fewer queries than the layer before had": (
-        lambda s: [paged_attention(torch.ones(n, 4, 16), s.pages, s.batch) for n in (3, 3, 2)],
+        lambda s: [attend(s, n, 4, 16) for n in (3, 3, 2)],
         "2 packed tokens for a batch of 3",
     ),
-    "v as wide as k": (
-        lambda s: append(torch.ones(3, 2, 16), torch.ones(3, 2, 16), s.pages, s.batch),
-        r"v has shape \(3, 2, 16\)",
-    ),
+    "v as wide as k": (lambda s: write(s, 3, 3, 2, 16), r"v has shape \(3, 2, 16\)"),
     "device": (
         lambda s: paged_attention(torch.ones(3, 4, 16, device="meta"), s.pages, s.batch),
         "a pool, of their own",
     ),
-    "layer": (
-        lambda s: gather_dense(Pages(s.pages.arena, s.layout, 2), s.batch, 4),
-        "layer 2 of a group of 2",
-    ),
-    "arena dtype": (
-        lambda s: gather_dense(Pages(s.pages.arena.float(), s.layout, 0), s.batch, 4),
-        "contiguous uint8",
-    ),
-    "arena size": (
-        lambda s: gather_dense(Pages(s.pages.arena[:-1], s.layout, 0), s.batch, 4),
-        "4096-byte granules",
-    ),
-    "index dtype": (
-        lambda s: gather_dense(s.pages, s.batch._replace(table=s.batch.table.long()), 4),
-        "table is torch.int64",
-    ),
+    "layer": (lambda s: read(s, layer=2), "layer 2 of a group of 2"),
+    "arena dtype": (lambda s: read(s, s.pages.arena.float()), "contiguous uint8"),
+    "arena size": (lambda s: read(s, s.pages.arena[:-1]), "4096-byte granules"),
+    "index dtype": (lambda s: read(s, table=s.batch.table.long()), "table is torch.int64"),
     "index strides": (
-        lambda s: gather_dense(s.pages, s.batch._replace(lengths=int32([20, 1, 9, 1])[::2]), 4),
+        lambda s: read(s, lengths=int32([20, 1, 9, 1])[::2]),
         "neighbours in its last dimension",
     ),
-    "row counts": (
-        lambda s: gather_dense(s.pages, s.batch._replace(lengths=int32([20])), 4),
-        "one length",
-    ),
+    "row counts": (lambda s: read(s, lengths=int32([20])), "one length"),
     "granule dtype": (
         lambda s: copy_pages(s.pages.arena, torch.ones(1), int32([0]), 1),
         "source is torch.float32",
@@ -131,27 +110,16 @@ def test_codecs_without_kernels(scene: Scene) -> None:
 
 PAGES: dict[str, tuple[Spoil, str]] = {
     "granule beyond the arena": (
-        lambda s: gather_dense(s.pages, s.batch._replace(table=s.batch.table + 10_000), 4),
+        lambda s: read(s, table=s.batch.table + 10_000),
         "pool that owns this arena",
     ),
-    "row beyond the table": (
-        lambda s: gather_dense(s.pages, s.batch._replace(rows=int32([0, 7])), 4),
-        "row 7",
-    ),
-    "more new tokens than packed": (
-        lambda s: paged_attention(torch.ones(2, 4, 16), s.pages, s.batch),
-        "for 2 packed tokens",
-    ),
+    "row beyond the table": (lambda s: read(s, rows=int32([0, 7])), "row 7"),
+    "more new tokens than packed": (lambda s: attend(s, 2, 4, 16), "for 2 packed tokens"),
     "length beyond the table": (
-        lambda s: gather_dense(
-            s.pages, s.batch._replace(lengths=int32([20, 99]), most_length=99), 4
-        ),
+        lambda s: read(s, lengths=int32([20, 99]), most_length=99),
         "a page for every token",
     ),
-    "stale maxima": (
-        lambda s: gather_dense(s.pages, s.batch._replace(most_new=1), 4),
-        "Plan the step again",
-    ),
+    "stale maxima": (lambda s: read(s, most_new=1), "Plan the step again"),
     "writing to an absent page": (
         lambda s: append(
             torch.ones(3, 2, 16),

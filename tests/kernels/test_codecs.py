@@ -347,10 +347,8 @@ class Coarse(Halves):
 def test_a_codec_of_ones_own() -> None:
     check_codec(Halves())
     for broken, sentence in (
-        (Accepting(), "not refused"),
-        (Writing(), "wrote to its operands"),
-        (Counting(), "equal bytes"),
-        (Skipping(), "number of bytes"),
+        *((Accepting(), "not refused"), (Writing(), "wrote to its operands")),
+        *((Counting(), "equal bytes"), (Skipping(), "number of bytes")),
         (Coarse(), "more than the bound"),
     ):
         with pytest.raises(AssertionError, match=sentence):

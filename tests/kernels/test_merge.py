@@ -9,9 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.kernels import (
-    merge,
-)
+from flowkv.kernels import merge
 from tests.inside import GeometryError
 from tests.inside import pages as cpu
 

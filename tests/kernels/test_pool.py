@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.clock import in_child
 from tests.inside import cpu_pool
 
 
@@ -73,14 +74,8 @@ def test_small_work_stays_on_the_caller(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.usefixtures("threads")
 def test_a_forked_child_makes_its_own_threads() -> None:
     cpu_pool.spread(lambda i: None, 8)  # the parent has a pool, whose threads the child lacks
-    pid = os.fork()
-    if pid == 0:
-        done: list[int] = []
-        cpu_pool.spread(done.append, 8)
-        os._exit(0 if sorted(done) == list(range(8)) else 1)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    done: list[int] = []
+    assert in_child(lambda: cpu_pool.spread(done.append, 8) or sorted(done) != list(range(8))) == 0

@@ -10,15 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.kernels import (
-    Pages,
-    Rotary,
-    append,
-    checking,
-    gather_dense,
-    reposition,
-    rotations,
-)
+from flowkv.kernels import Pages, Rotary, append, checking, gather_dense, reposition, rotations
 from tests.inside import ConfigError, GeometryError, PageLayout, page_views
 from tests.inside import pages as cpu
 from tests.kernels.latent import latent_layout

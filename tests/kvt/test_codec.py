@@ -281,11 +281,8 @@ def test_bases_with_a_wrong_chunk_are_refused(name: str) -> None:
         *(
             ({"turns": [(np.ones(half).tobytes(), False, start)]}, "beyond a key")
             for half, start in (
-                (CODER.layout.head_dim // 2 + 1, 0),
-                (CODER.layout.head_dim // 2, 1),
-                (1, -1),
-                (1, 2**63 - 5),
-                (10**5, 0),
+                *((CODER.layout.head_dim // 2 + 1, 0), (CODER.layout.head_dim // 2, 1), (1, -1)),
+                *((1, 2**63 - 5), (10**5, 0)),
             )
         ),
         ({"turns": [(np.full(1, np.nan).tobytes(), False, 0)]}, "no angle"),
@@ -459,13 +456,8 @@ def test_pages_of_another_model_lose_more() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"layers": (0, 1)},
-        {"kv_heads": 1},
-        {"head_dim": 32},
-        {"value_dim": 8},
-        {"dtype": "float64"},
-        {"size": 512},
-        {"codec": "kv8"},
+        *({"layers": (0, 1)}, {"kv_heads": 1}, {"head_dim": 32}, {"value_dim": 8}),
+        *({"dtype": "float64"}, {"size": 512}, {"codec": "kv8"}),
     ],
 )
 def test_other_pages_do_not_fit(other: dict[str, Any]) -> None:

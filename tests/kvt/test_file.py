@@ -10,14 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.inside import (
-    BasisFile,
-    ConfigError,
-    basis_digest,
-    open_basis,
-    page_layout,
-    save_basis,
-)
+from tests.inside import BasisFile, ConfigError, basis_digest, open_basis, page_layout, save_basis
 from tests.kvt.pages import SIZE, Source, group, layout, learner
 
 CODER = learner(Source(layout())).coder(3e-3, {"kl": 0.25})
@@ -48,12 +41,8 @@ def test_damaged_files_are_refused(tmp_path: Path, at: int, bit: int) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"page_size": SIZE * 2},
-        {"group": group("bfloat16")},
-        {"group": group(layers=(0, 1))},
-        {"group": group(kv_heads=1)},
-        {"data": CODER.data[:-1]},
-        {"page_size": "64"},
+        *({"page_size": SIZE * 2}, {"group": group("bfloat16")}, {"group": group(layers=(0, 1))}),
+        *({"group": group(kv_heads=1)}, {"data": CODER.data[:-1]}, {"page_size": "64"}),
         {"more": 1},
     ],
 )

@@ -13,7 +13,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from flowkv.testing import FlakyTier, MemoryTier, check_tier
 from flowkv.tiers import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
 from flowkv.tiers.remote.tier import RemoteTier
-from tests.clock import wait_for
+from tests.clock import held, in_child, wait_for, without_threads
 from tests.conftest import examples
 from tests.inside import (
     CodecTier,
@@ -700,12 +699,8 @@ def test_a_basis_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     again.close()
 
 
-def test_opening_without_a_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(StoreError, match=r"no thread can start\. End other threads"):
+def test_opening_without_a_thread_says_so() -> None:
+    with without_threads(), pytest.raises(StoreError, match=r"no thread can start\. End other"):
         made(MemoryTier(), basis=None)
 
 
@@ -746,29 +741,13 @@ def test_a_basis_that_another_process_removed_is_stored_again() -> None:
 
 
 def test_a_forked_child_closes_without_waiting_for_locks(disk: CodecTier) -> None:
-    taken, free = threading.Event(), threading.Event()
+    def refused() -> bool:
+        with pytest.raises(StateError, match="before a fork"):
+            disk.submit_load([])
+        return disk.close() is not None
 
-    def hold() -> None:
-        with disk._lock:
-            taken.set()
-            free.wait(60)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    taken.wait(10)
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(10)  # ends a child that hangs
-        with suppress(BaseException):
-            with pytest.raises(StateError, match="before a fork"):
-                disk.submit_load([])
-            disk.close()
-            os._exit(0)
-        os._exit(1)
-    free.set()
-    thread.join()
-    assert os.waitpid(child, 0)[1] == 0
+    with held(disk._lock):
+        assert in_child(refused) == 0
     store(disk)
 
 

@@ -23,13 +23,8 @@ def test_phases_follow_each_other() -> None:
         for p in lane.pieces
     ]
     assert shown == [
-        [("queued", 0, 1)],
-        [("prefill", 1, 20)],
-        [("decode", 20, 50)],
-        [("queued", 2, 10)],
-        [("prefill", 10, 30)],
-        [("aside", 30, 60)],
-        [("prefill", 60, 80)],
+        *([("queued", 0, 1)], [("prefill", 1, 20)], [("decode", 20, 50)], [("queued", 2, 10)]),
+        *([("prefill", 10, 30)], [("aside", 30, 60)], [("prefill", 60, 80)]),
         [("decode", 80, 100)],
     ]
     assert one.ended is not None and one.ended.reason == "length"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import threading
 
 import msgspec
 import pytest
 
+from tests.clock import together
 from tests.inside import (
     COUNT_BUCKETS,
     SECONDS_BUCKETS,
@@ -161,11 +161,7 @@ def test_threads_lose_nothing() -> None:
             bus.emit(event)
             metrics.snapshot()
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[work] * 3)
     assert metrics.total("restores_total") == 1500
     assert metrics.total("restored_tokens_total") == 3000
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 
+from tests.clock import together
 from tests.inside import LATENCIES, Bus, EngineStep, Event, Level, Serving, events
 from tests.observe.story import BEGIN_S, Clock, finished, step, tell
 
@@ -138,10 +138,6 @@ def test_threads_lose_nothing() -> None:
                 bus.emit(event)
             serving.summary()
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*[work] * 3)
     told = serving.summary()
     assert told["steps"] == told["finished"]["length"] == told["step_s"]["count"] == 600

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.clock import together
 from tests.inside import Bus, ConfigError, Event, RestoreEnded, RestoreSpan, TraceFile, events
 from tests.observe import story
 from tests.observe.chrome import read_chrome
@@ -98,12 +99,9 @@ def test_other_events_are_shown_too(tmp_path: Path) -> None:
     assert (stored.first, stored.stop) == (750_000_000, 1_000_000_000), "it has just ended"
     placed = [(s.group, s.track, s.name) for s in shown.instants]
     assert placed == [
-        ("disk", "disk", "stored"),
-        ("remote", "remote", "promoted"),
-        ("disk", "disk", "quarantined"),
-        ("events", "events", "miss"),
-        ("compute", "steps", "step, 3 tokens"),
-        ("disk", "disk", "audited"),
+        *(("disk", "disk", "stored"), ("remote", "remote", "promoted")),
+        *(("disk", "disk", "quarantined"), ("events", "events", "miss")),
+        *(("compute", "steps", "step, 3 tokens"), ("disk", "disk", "audited")),
     ]
     assert shown.instants[2].args["key"] == "01ff"
     assert shown.instants[-1].args["error"] is None
@@ -279,11 +277,7 @@ def test_threads_write_whole_lines(tmp_path: Path) -> None:
             bus.emit(span("disk", trace._began_ns / 1e9 + number, 1.5, request=request))
 
     with TraceFile(tmp_path / "t.json", bus) as trace:
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(*(partial(work, n) for n in range(4)))
     assert len(read_chrome((tmp_path / "t.json").read_text()).on("disk")) == 200
 
 
@@ -321,14 +315,10 @@ def test_requests_of_engines_have_tracks(tmp_path: Path) -> None:
         (s.track, s.name, round(s.first / 1e6), round(s.stop / 1e6)) for s in shown.on("requests")
     ]
     assert phases == [
-        ("request 0", "queued", 0, 1),
-        ("request 0", "prefill", 1, 20),
-        ("request 0", "decode", 20, 50),
-        ("request 1", "queued", 2, 10),
-        ("request 1", "prefill", 10, 30),
-        ("request 1", "aside", 30, 60),
-        ("request 1", "prefill", 60, 80),
-        ("request 1", "decode", 80, 100),
+        *(("request 0", "queued", 0, 1), ("request 0", "prefill", 1, 20)),
+        *(("request 0", "decode", 20, 50), ("request 1", "queued", 2, 10)),
+        *(("request 1", "prefill", 10, 30), ("request 1", "aside", 30, 60)),
+        *(("request 1", "prefill", 60, 80), ("request 1", "decode", 80, 100)),
         ("request 7", "queued", 100, 600),
     ]
     told = [s.name for s in shown.instants if s.track == "request 1"]
@@ -342,10 +332,8 @@ def test_steps_of_engines_have_parts_and_levels(tmp_path: Path) -> None:
         trace.on_event(story.step(100.010, 0.005, rows=1, model_s=0.9, sampling_s=0.0))
     shown = read_chrome((tmp_path / "t.json").read_text())
     assert [(s.name, s.first, s.stop) for s in shown.on("engine")] == [
-        ("2 rows, 7 tokens", 0, 10_000_000),
-        ("model", 1_000_000, 9_000_000),
-        ("sampling", 9_000_000, 10_000_000),
-        ("1 row, 7 tokens", 10_000_000, 15_000_000),
+        *(("2 rows, 7 tokens", 0, 10_000_000), ("model", 1_000_000, 9_000_000)),
+        *(("sampling", 9_000_000, 10_000_000), ("1 row, 7 tokens", 10_000_000, 15_000_000)),
         ("model", 10_000_000, 15_000_000),
     ]
     assert shown.tracks("engine") == {"steps"} and "gaps_s" not in shown.on("engine")[0].args

@@ -6,7 +6,7 @@ again elsewhere, looked at step by step, or compared with what another policy wo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,16 @@ class PolicyCall(NamedTuple):
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     answer: Any
+
+
+def logged_by(logs: list[CallLog], make: Callable[[], Policy]) -> Callable[[], CallLog]:
+    """Return a maker of policies whose calls are written down, each in the next of these logs."""
+
+    def made() -> CallLog:
+        logs.append(CallLog(make()))
+        return logs[-1]
+
+    return made
 
 
 class CallLog(Policy):

@@ -21,7 +21,7 @@ LEASES = ("", "short", "old")
 SLOW_LEASES = {"": (math.inf, math.inf), "short": (3 * S, math.inf), "old": (50 * S, 90 * S)}
 RANKED = ("", Lease(3), Lease(50, 90), Lease(rank=10), Lease(rank=60))
 DECLARED = {  # what does not hold for an entry of the catalogue, on purpose
-    "opt": {"heeds": ()},  # the future that it is told has the queue in it
+    "opt": {"heeds": ()}  # the future that it is told has the queue in it
 }
 
 

@@ -30,25 +30,17 @@ RETURNING = [  # blocks come back after a pause in which others taught the model
     ("pages", (900 * S, False), 7, False),
 ]
 APART = [  # the last block of the latest request is forgotten, then another chain's blocks arrive
-    ("request", (0, False), 15, 3, 0),
-    ("evict", (0, False), 2, []),
-    ("request", (0, False), 14, 3, 0),
-    ("remove", 14, True),
-    ("pages", (0, False), 8, False),
-    ("pages", (0, False), 4, False),
-    ("evict", (0, False), 2, []),
-    ("evict", (0, False), 2, [15, 3]),
-    ("request", (9 * S, False), 7, 1, 0),
+    *(("request", (0, False), 15, 3, 0), ("evict", (0, False), 2, [])),
+    *(("request", (0, False), 14, 3, 0), ("remove", 14, True), ("pages", (0, False), 8, False)),
+    *(("pages", (0, False), 4, False), ("evict", (0, False), 2, [])),
+    *(("evict", (0, False), 2, [15, 3]), ("request", (9 * S, False), 7, 1, 0)),
     ("evict", (9 * S, False), 3, []),
 ]
 
 TAKEN = [  # what a chain has left here becomes another chain's, then its own end comes back
-    ("request", (0, False), 11, 3, 0),
-    ("pages", (0, False), 7, False),
-    ("evict", (0, False), 3, [6, 3]),
-    ("hint", (0, False), 7, 52, 1.5),
-    ("request", (0, False), 3, 3, 0),
-    ("pages", (0, False), 7, False),
+    *(("request", (0, False), 11, 3, 0), ("pages", (0, False), 7, False)),
+    *(("evict", (0, False), 3, [6, 3]), ("hint", (0, False), 7, 52, 1.5)),
+    *(("request", (0, False), 3, 3, 0), ("pages", (0, False), 7, False)),
     ("hint", (0, False), 7, 24, 0.4),
 ]
 

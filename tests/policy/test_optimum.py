@@ -149,17 +149,10 @@ OFFSETS, BLOCKS = np.array([0, 2, 4]), np.array([0, 1, 0, 2])
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("offsets", [0, 2, 5]),
-        ("offsets", [-1, 2, 4]),
-        ("offsets", [0, 4, 2]),
-        ("offsets", [0.0, 2.0, 4.0]),
-        ("offsets", [[0, 2, 4]]),
-        ("blocks", [0, 1, 0, 3]),
-        ("blocks", [0, 1, -1, 2]),
-        ("blocks", [0, 1, 0, 2**40]),
-        ("blocks", np.array([0, 1, 0, 2], np.uint64)),
-        ("unique", 2),
-        ("uses", [1, 1, 1]),
+        *(("offsets", [0, 2, 5]), ("offsets", [-1, 2, 4]), ("offsets", [0, 4, 2])),
+        *(("offsets", [0.0, 2.0, 4.0]), ("offsets", [[0, 2, 4]]), ("blocks", [0, 1, 0, 3])),
+        *(("blocks", [0, 1, -1, 2]), ("blocks", [0, 1, 0, 2**40])),
+        *(("blocks", np.array([0, 1, 0, 2], np.uint64)), ("unique", 2), ("uses", [1, 1, 1])),
         ("uses", []),
     ],
 )

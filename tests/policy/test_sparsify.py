@@ -97,14 +97,9 @@ class Reversed(KeepLatest):
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        (Forgetful, "otherwise"),
-        (Writer, "writes|otherwise"),
-        (Divider, "finite"),
-        (Flat, "scores tokens"),
-        (Greedy, "another number"),
-        (Sinkless, "protected"),
-        (Fickle, "larger share"),
-        (Reversed, "ascending"),
+        *((Forgetful, "otherwise"), (Writer, "writes|otherwise"), (Divider, "finite")),
+        *((Flat, "scores tokens"), (Greedy, "another number"), (Sinkless, "protected")),
+        *((Fickle, "larger share"), (Reversed, "ascending")),
         (Averaging, "shares of other layers"),
         (FirstShare, "shares of other layers|its own share"),
     ],

@@ -28,12 +28,9 @@ def test_stops_are_whole_pages_that_are_computed(rule, base, known, more):
 @pytest.mark.parametrize(
     ("rule", "first", "parts", "goes_on"),
     [
-        ("interval", [1024, 2048], [2048], [3072]),
-        ("ends", [2992], [2992], [3488]),
-        ("junctions", [], [1600], []),
-        ("tail", [2992], [1600, 2992], [3488]),
-        ("newest", [2992], [1600, 2992], [3488]),
-        ("auto", [2992], [1600, 2992], []),
+        *(("interval", [1024, 2048], [2048], [3072]), ("ends", [2992], [2992], [3488])),
+        *(("junctions", [], [1600], []), ("tail", [2992], [1600, 2992], [3488])),
+        *(("newest", [2992], [1600, 2992], [3488]), ("auto", [2992], [1600, 2992], [])),
     ],
 )
 def test_stops_of_each_rule(rule, first, parts, goes_on):

@@ -194,11 +194,9 @@ def test_the_switch_is_one_and_comes_with_a_request() -> None:
 
 def test_what_is_wrong_is_said_at_once() -> None:
     for wrong in (
-        lambda p: p.insert(0, ids(1), ids()),
-        lambda p: p.insert(0, ids(-1), ids(-1)),
+        *(lambda p: p.insert(0, ids(1), ids()), lambda p: p.insert(0, ids(-1), ids(-1))),
         lambda p: p.insert(0, ids(1), ids(-1), tenant=-1),
-        lambda p: p.insert(0, ids(1), ids(-1), lease="unheard of"),
-        lambda p: p.evict(0, -1),
+        *(lambda p: p.insert(0, ids(1), ids(-1), lease="unheard of"), lambda p: p.evict(0, -1)),
         lambda p: p.load_model(b"nothing"),
     ):
         with pytest.raises(ConfigError):

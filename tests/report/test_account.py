@@ -64,12 +64,7 @@ def test_everything_that_happened_is_told(tmp_path: Path) -> None:
     bus.emit(events.Audited(tier="far", group=0, page=1, codec="raw", error=0.0, bound=1.0))
     sections = serving_sections(serving, LEVELS)
     assert [s.title for s in sections] == [
-        "In short",
-        "Latencies",
-        "Requests over time",
-        "Memory",
-        "Reuse",
-        "Audits",
+        *("In short", "Latencies", "Requests over time", "Memory", "Reuse", "Audits"),
         "Given up and failed",
     ]
     assert {s.source for s in sections} == {"measured"}

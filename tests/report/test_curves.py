@@ -73,10 +73,8 @@ def test_labels_do_not_overlap() -> None:
     [
         ([1.0], {}, "0 curves"),
         ([1.0], {str(i): [0.0] for i in range(MOST_CURVES + 1)}, "13 curves"),
-        ([], {"a": []}, "do not ascend"),
-        ([2.0, 1.0], {"a": [0, 0]}, "do not ascend"),
-        ([0.0, 1.0], {"a": [0, 0]}, "do not ascend"),
-        ([1.0, 2.0], {"a": [0]}, "lacks values"),
+        *(([], {"a": []}, "do not ascend"), ([2.0, 1.0], {"a": [0, 0]}, "do not ascend")),
+        *(([0.0, 1.0], {"a": [0, 0]}, "do not ascend"), ([1.0, 2.0], {"a": [0]}, "lacks values")),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(

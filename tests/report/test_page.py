@@ -169,17 +169,9 @@ def test_without_the_extra_it_says_what_to_install(
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (0, "0"),
-        (12345, "12,345"),
-        (-5, "-5"),
-        (2.0, "2"),
-        (1234.6, "1,235"),
-        (999.96, "1,000"),
-        (0.00012345, "0.000123"),
-        (1.2e-7, "1.20e-07"),
-        (True, "yes"),
-        ("8GiB", "8GiB"),
-        (-math.inf, "\N{EN DASH}"),
+        *((0, "0"), (12345, "12,345"), (-5, "-5"), (2.0, "2"), (1234.6, "1,235")),
+        *((999.96, "1,000"), (0.00012345, "0.000123"), (1.2e-7, "1.20e-07"), (True, "yes")),
+        *(("8GiB", "8GiB"), (-math.inf, "\N{EN DASH}")),
     ],
 )
 def test_numbers(value: object, shown: str) -> None:

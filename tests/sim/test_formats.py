@@ -202,14 +202,8 @@ def test_ids_of_one_scope_are_the_same_in_all_sessions(tmp_path):
         ('{"requests": [{"t": 0}]}', "b.json, line 1: .*block_size"),
         ('{"block_size": 64, "requests": [{"hash_ids": ["x"]}]}', "b.json, line 1: .*hash_ids"),
         ('{"block_size": 64, "requests": [{"hash_ids": [1', "b.json, line 1"),
-        (
-            f'{{"block_size": 64, "requests": [{{"hash_ids": [{2**64}]}}]}}',
-            "line 1: .*64 bits",
-        ),
-        (
-            '{"block_size": 60, "requests": [{}]}',
-            "session 1 has blocks of 60 .*of 60",
-        ),
+        (f'{{"block_size": 64, "requests": [{{"hash_ids": [{2**64}]}}]}}', "line 1: .*64 bits"),
+        ('{"block_size": 60, "requests": [{}]}', "session 1 has blocks of 60 .*of 60"),
         ('{"block_size": 64, "hash_id_scope": "x", "requests": []}', "hash_id_scope"),
         (
             '{"block_size": 64, "requests": [{"runs": [[0, 16777215]]}]}',
@@ -248,16 +242,13 @@ def test_what_is_no_trace(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        '{"timestamp": -1, "hash_ids": [1]}',
-        '{"timestamp": 1e300, "hash_ids": [1]}',
-        '{"hash_ids": [1]}',
-        '{"timestamp": 0, "hash_ids": ["a"]}',
+        *('{"timestamp": -1, "hash_ids": [1]}', '{"timestamp": 1e300, "hash_ids": [1]}'),
+        *('{"hash_ids": [1]}', '{"timestamp": 0, "hash_ids": ["a"]}'),
         '{"timestamp": 0, "hash_ids": [18446744073709551616]}',
         '{"timestamp": 0, "hash_ids": [1.5]}',
         '{"timestamp": 0, "hash_ids": [1], "input_length": -4}',
         '{"timestamp": 0, "hash_ids": [1], "output_length": 1e20}',
-        '{"timestamp": 0, "hash_ids": [1',
-        '{"requests": [{"t": 0}]}',
+        *('{"timestamp": 0, "hash_ids": [1', '{"requests": [{"t": 0}]}'),
         '{"requests": [], "block_size": 0}',
         '{"requests": [{"runs": [[0, 99999999999]]}], "block_size": 64}',
         '{"requests": [{"runs": [[-1, 4]]}], "block_size": 64}',

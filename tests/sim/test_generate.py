@@ -156,11 +156,9 @@ def test_chains_follow_their_odds(order):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("chatt", {}, "Did you mean 'chat'"),
-        ("chat", {"requests": 0}, "requests"),
+        *(("chatt", {}, "Did you mean 'chat'"), ("chat", {"requests": 0}, "requests")),
         ("chat", {"sessions_per_s": -1.0}, "sessions_per_s"),
-        ("chat", {"returns": [2.0]}, "returns"),
-        ("rag", {"nonsense": 1}, "nonsense"),
+        *(("chat", {"returns": [2.0]}, "returns"), ("rag", {"nonsense": 1}, "nonsense")),
         ("markov", {"order": 4, "blocks": 1000}, "order 4"),
         ("markov", {"blocks": 3, "fanout": 4}, "fanout"),
     ],

@@ -36,14 +36,8 @@ from tests.sim.stories import (
 )
 
 ROW = [
-    "policy",
-    "size",
-    "pages",
-    "prefix_hit_ratio",
-    "closure",
-    "load_traffic_vs_lru",
-    "prefetch_precision",
-    "blocks_per_s",
+    *("policy", "size", "pages", "prefix_hit_ratio", "closure", "load_traffic_vs_lru"),
+    *("prefetch_precision", "blocks_per_s"),
 ]
 
 

@@ -6,8 +6,8 @@ import copy
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import flowkv
 from tests import interrupts
+from tests.clock import in_child, together
 from tests.fixture_model import load_tiny
 from tests.inside import (
     LEAST_KNOWN,
@@ -304,13 +305,10 @@ def test_a_model_knows_where_it_is_and_nothing_reads_what_is_not_there(tmp_path:
         ids = torch.tensor([[7, 9]]).to(model.device)
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), plain)
         for use in (
-            lambda: embedding.weight + 1,
-            lambda: embedding.weight[3],
+            *(lambda: embedding.weight + 1, lambda: embedding.weight[3]),
             lambda: copy.deepcopy(embedding),
             lambda: torch.nn.functional.linear(torch.ones(1, shape[1]), embedding.weight),
-            embedding.weight.data.clone,
-            embedding.weight.zero_,
-            embedding.half,
+            *(embedding.weight.data.clone, embedding.weight.zero_, embedding.half),
         ):
             with pytest.raises(StateError, match="lie on disk"):
                 use()
@@ -378,20 +376,16 @@ def test_a_forked_child_never_waits_for_the_parents_lock(tmp_path: Path) -> None
     attached = flowkv.attach_embedding(module, disk=tmp_path / "t")
     wanted = module(torch.tensor([3]))
     with attached.table._lock:
-        child = os.fork()
-        if not child:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends a child that waits
-            signal.alarm(20)
-            refused = 0
+
+        def refused() -> int:
             for use in (attached.detach, lambda: module(torch.tensor([3]))):
-                try:
+                with pytest.raises(StateError):
                     use()
-                except StateError:
-                    refused += 1
-            refused += attached.stats()["lookups"]
+            lookups = attached.stats()["lookups"]
             attached.close()
-            os._exit(3 - refused)
-    assert os.waitpid(child, 0)[1] == 0
+            return 1 - lookups
+
+        assert in_child(refused) == 0
     assert torch.equal(module(torch.tensor([3])), wanted)
     attached.close()
 
@@ -458,11 +452,7 @@ def test_threads_get_their_own_rows(tmp_path: Path) -> None:
             ids = torch.from_numpy((draw.random(50) ** 4 * 3000).astype(np.int64))
             wrong.extend([] if torch.equal(module(ids), weight[ids]) else [seed])
 
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(ask, n) for n in range(4)))
     assert not wrong
     assert attached.stats()["lookups"] == 240
     attached.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from flowkv.connect import Keeper
 from flowkv.policy import make_policy
 from flowkv.testing import FlakyTier
 from tests import interrupts
+from tests.clock import held, in_child, together, without_threads
 from tests.conftest import of_torch
 from tests.hooks.tabled import as_library
 from tests.inside import (
@@ -144,11 +144,8 @@ def test_dtypes_shapes_and_other_arguments_are_in_the_name() -> None:
     with remember(scaled, key="scaled") as remembered:
         x = torch.zeros(2, 4)
         for call in (
-            lambda: remembered(x),
-            lambda: remembered(x, 2.0),
-            lambda: remembered(x, by=3.0),
-            lambda: remembered(x.double()),
-            lambda: remembered(x.view(torch.int32), 2.0),
+            *(lambda: remembered(x), lambda: remembered(x, 2.0), lambda: remembered(x, by=3.0)),
+            *(lambda: remembered(x.double()), lambda: remembered(x.view(torch.int32), 2.0)),
             lambda: remembered(torch.zeros(2, 2, 2)),
             lambda: remembered(torch.zeros(2, 8, dtype=torch.float16)),
         ):
@@ -176,12 +173,9 @@ class Output:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda x: (x, x.sum(1)),
-        lambda x: (x, (x > 0)),
-        lambda x: {"a": x.bfloat16(), "b": {"c": x[:, :0]}},
-        lambda x: Pair(x, x.long()),
-        lambda x: Output(x, (x, x + 1)),
-        lambda x: x.numpy() * 2,
+        *(lambda x: (x, x.sum(1)), lambda x: (x, (x > 0))),
+        *(lambda x: {"a": x.bfloat16(), "b": {"c": x[:, :0]}}, lambda x: Pair(x, x.long())),
+        *(lambda x: Output(x, (x, x + 1)), lambda x: x.numpy() * 2),
         lambda x: torch.complex(x, x).conj(),
     ],
     ids=["tuple", "bools", "dict", "named tuple", "dataclass", "array", "conjugate"],
@@ -378,14 +372,10 @@ def test_interrupts_anywhere_leave_no_row_in_the_queue() -> None:
             look()
 
 
-def test_rows_are_computed_where_the_system_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(thread: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
+def test_rows_are_computed_where_the_system_has_no_thread() -> None:
     encoder, x = Encoder(), rows(1, 2)
     with remember(encoder) as remembered:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", fails)
+        with without_threads():
             assert torch.equal(remembered(x), encoder(x))
         assert remembered.stats()["dropped"] == 2
         assert torch.equal(remembered(x), encoder(x))
@@ -797,9 +787,7 @@ def test_what_is_computed_sooner_than_loaded_is_computed(monkeypatch: pytest.Mon
     keeper.close()
 
 
-def test_a_tier_that_hangs_delays_no_longer_than_computing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tier_that_hangs_delays_no_longer_than_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr("flowkv.residency.keeper._CLOSE_POLLS", 2)
 
@@ -834,11 +822,7 @@ def test_threads_agree() -> None:
                 if not torch.equal(remembered(x), x * encoder.weight * 2.0):
                     failures.append(number)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(*(partial(work, number) for number in range(4)))
         assert failures == []
         assert remembered.stats()["rows"] == 600
 
@@ -847,30 +831,16 @@ def test_a_forked_child_computes() -> None:
     x = rows(1, 2)
     with remember(Encoder()) as remembered:
         remembered(x)
-        taken, over = threading.Event(), threading.Event()
 
-        def hold() -> None:
-            with remembered._lock, remembered._rows._changed, remembered.keeper._lock:
-                taken.set()
-                over.wait(60)
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        assert taken.wait(60)
-        child = os.fork()
-        if not child:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends a child that waits
-            signal.alarm(20)
-            right = torch.equal(remembered(x), x * Encoder().weight * 2.0) and len(COMPUTED) == 2
-            right = right and remembered.stats()["calls"] == 1 and not remembered.flush()
-            try:
+        def computes() -> int:
+            assert torch.equal(remembered(x), x * Encoder().weight * 2.0) and len(COMPUTED) == 2
+            assert remembered.stats()["calls"] == 1 and not remembered.flush()
+            with pytest.raises(StateError, match="parent"):
                 remembered.forget()
-            except StateError as error:
-                os._exit(0 if right and "parent" in str(error) else 1)
-            os._exit(1)
-        over.set()
-        thread.join()
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            return 0
+
+        with held(remembered._lock, remembered._rows._changed, remembered.keeper._lock):
+            assert in_child(computes) == 0
         assert len(COMPUTED) == 1
 
 

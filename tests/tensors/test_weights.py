@@ -6,9 +6,9 @@ import contextlib
 import copy
 import os
 import pickle
-import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import flowkv
+from tests.clock import held, in_child, together
 from tests.inside import (
     Checkpoint,
     ConfigError,
@@ -473,11 +474,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
                 if not torch.equal(model(xs[n]), expected[n]):
                     wrong.append(n)
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(*(partial(work, n) for n in range(4)))
     assert not wrong
 
 
@@ -766,11 +763,9 @@ def test_a_write_without_a_count_to_a_weight_that_stays_is_found(tmp_path: Path)
 @pytest.mark.parametrize(
     "change",
     [
-        lambda p: setattr(p, "data", p.data.t()),
-        lambda p: setattr(p, "data", p.data[:1]),
+        *(lambda p: setattr(p, "data", p.data.t()), lambda p: setattr(p, "data", p.data[:1])),
         lambda p: setattr(p, "data", p.data[:1].expand(64, 64)),
-        lambda p: p.data.copy_(p.data.flip(0)),
-        lambda p: p.data.numpy().fill(3),
+        *(lambda p: p.data.copy_(p.data.flip(0)), lambda p: p.data.numpy().fill(3)),
     ],
 )
 def test_a_weight_that_stays_is_named_by_what_it_is(tmp_path: Path, change: Any) -> None:
@@ -967,31 +962,16 @@ def test_a_forked_child_never_waits_for_the_parents_reader(tmp_path: Path, budge
     wanted = model(x)
     with flowkv.attach_weights(model, budget=budget, disk=str(tmp_path)) as weights:
         assert torch.equal(model(x), wanted)
-        taken, over = threading.Event(), threading.Event()
 
-        def hold() -> None:
-            with weights._lock:
-                taken.set()
-                over.wait(60)
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        assert taken.wait(10)
-        child = os.fork()
-        if not child:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends a child that waits
-            signal.alarm(20)
-            try:
-                ok = torch.equal(model(x), wanted) and budget == "64MiB"
-            except StateError:
-                ok = budget == "50%"
-            with contextlib.suppress(StateError):
+        def computes() -> int:
+            with contextlib.nullcontext() if budget == "64MiB" else pytest.raises(StateError):
+                assert torch.equal(model(x), wanted)
+            with pytest.raises(StateError):
                 weights.detach()
-                ok = False
-            ok = ok and weights.stats()["units"] > 0
+            assert weights.stats()["units"] > 0
             weights.close()
-            os._exit(0 if ok else 1)
-        over.set()
-        thread.join()
-        assert os.waitpid(child, 0)[1] == 0
+            return 0
+
+        with held(weights._lock):
+            assert in_child(computes) == 0
         assert torch.equal(model(x), wanted)

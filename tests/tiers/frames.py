@@ -97,6 +97,19 @@ def leave(tier: Tier, names: Sequence[object], size: int = 8192) -> None:
     tier.close()
 
 
+def check_parts(tier: Tier, step: int, stripes: int, parts: Sequence[tuple[int, int]]) -> None:
+    """Store one frame of many stripes, and load ranges of them; 0 stripes are all that follow."""
+    body = random.Random("large").randbytes(step * stripes)
+    wish = Store(key_of("large"), info_of(step), memoryview(body))
+    assert answers(tier, tier.submit_store([wish]), 1)[0].outcome is Outcome.STORED
+    for first, count in parts:
+        target = bytearray(step * (count or stripes - first))
+        load = Load(wish.key, memoryview(target), LAYOUT, 0, first, count)
+        done = answers(tier, tier.submit_load([load]), 1)[0]
+        assert done.outcome is Outcome.HIT and done.n_bytes == len(target)
+        assert target == body[first * step :][: len(target)], "WRONG BYTES"
+
+
 def outcomes(done: Sequence[Completion]) -> list[tuple[str, str]]:
     return [(answer.outcome.value, answer.reason) for answer in done]
 

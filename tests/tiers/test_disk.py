@@ -317,11 +317,9 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     shared.mkdir()
     shared.chmod(0o777)
     for path, message in (
-        (file, "cannot be used"),
-        (file / "kv", "cannot be used"),
+        *((file, "cannot be used"), (file / "kv", "cannot be used")),
         (foreign, r"holds other files, such as 'holiday.jpg'\. Choose an empty"),
-        (shared, r"all users may write .* Run chmod 700"),
-        ("", "has no path"),
+        *((shared, r"all users may write .* Run chmod 700"), ("", "has no path")),
     ):
         with pytest.raises(StoreError, match=message):
             DiskTier(path, MIB)

@@ -7,7 +7,6 @@ import errno
 import itertools
 import os
 import platform
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from flowkv.tiers import Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
+from tests.clock import without_threads
 from tests.inside import IOEngine, ThreadsEngine, open_engine
 from tests.inside import io_engine as opening
 
@@ -131,17 +131,11 @@ def test_F12_with_the_device(opened: Opener) -> None:
     assert hits(tier, range(20)) == 20
 
 
-def test_a_moment_without_threads_costs_its_stores(
-    opened: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_moment_without_threads_costs_its_stores(opened: Opener) -> None:
     """The error reached the caller; nothing was answered from then on, nor could it be closed."""
 
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     tier = opened()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
+    with without_threads():
         tier.bind(key_of("namespace"), "a model")
         job = tier.submit_store([Store(key_of(0), info_of(8192), memoryview(bytes(8192)))])
         ((outcome, reason),) = outcomes(answers(tier, job, 1))

@@ -428,14 +428,8 @@ def replace_directory(directory: Path) -> None:
 
 
 HARM = [
-    remove_lock,
-    replace_lock,
-    link_lock,
-    remove_journal,
-    remove_slabs,
-    remove_directory,
-    move_directory,
-    replace_directory,
+    *(remove_lock, replace_lock, link_lock, remove_journal, remove_slabs, remove_directory),
+    *(move_directory, replace_directory),
 ]
 
 

@@ -39,9 +39,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 NAMES = range(12)
 in_files = settings(
-    max_examples=12,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    deadline=None,
+    max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 
 
@@ -150,11 +148,8 @@ def test_repair_of_a_store_without_a_name(tmp_path: Path) -> None:
 
 
 PLACES = [
-    Slot(3, (1 << 40) - 1),
-    Slot((1 << 23) - 1, (1 << 40) - 1),
-    Slot((1 << 23) - 1, 0),
-    Slot(3, 1 << 39),
-    Slot(3, 5000),
+    *(Slot(3, (1 << 40) - 1), Slot((1 << 23) - 1, (1 << 40) - 1), Slot((1 << 23) - 1, 0)),
+    *(Slot(3, 1 << 39), Slot(3, 5000)),
 ]
 
 
@@ -166,10 +161,7 @@ def test_one_bad_load_never_fails_its_batch(tmp_path: Path, slot: Slot, stripes:
     stored(owner, NAMES)
     step = 8192 if stripes == 1 else 1000
     crafted = held_of(
-        slot=slot,
-        stripes=stripes,
-        info=info_of(step),
-        stored_bytes=4096 + stripes * step,
+        slot=slot, stripes=stripes, info=info_of(step), stored_bytes=4096 + stripes * step
     )
     say(tmp_path / "kv", Record(STORED, key_of("crafted"), crafted))
     with warnings.catch_warnings():

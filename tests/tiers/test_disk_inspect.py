@@ -276,14 +276,9 @@ LOOKS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(
     "lies",
     [
-        ["superblock.json"],
-        ["lock"],
-        ["learned", "superblock.json.tmp", "journal.tmp"],
-        ["slab-00000003"],
-        ["slab-00000001", "slab-00500000", "slab-99999999"],
-        ["journal"],
-        ["slab-00000003", "no journal"],
-        ["slab-00000001", "slab-99999999", "no journal"],
+        *(["superblock.json"], ["lock"], ["learned", "superblock.json.tmp", "journal.tmp"]),
+        *(["slab-00000003"], ["slab-00000001", "slab-00500000", "slab-99999999"], ["journal"]),
+        *(["slab-00000003", "no journal"], ["slab-00000001", "slab-99999999", "no journal"]),
     ],
 )
 @pytest.mark.parametrize("look", LOOKS)

@@ -172,13 +172,9 @@ def test_lengths_are_checked(kind: str) -> None:
     stored, target = frame.data[offset:], memoryview(bytearray(3 * 16384))
     reasons = []
     for piece, into, first, count in (
-        (stored[: n_bytes - 1], target, 0, 3),
-        (b"", target, 0, 1),
-        (stored, target[:-1], 0, 3),
-        (stored, target, 0, 4),
-        (stored, target, 3, 1),
-        (stored, target, -1, 1),
-        (stored, target, 0, 0),
+        *((stored[: n_bytes - 1], target, 0, 3), (b"", target, 0, 1)),
+        *((stored, target[:-1], 0, 3), (stored, target, 0, 4), (stored, target, 3, 1)),
+        *((stored, target, -1, 1), (stored, target, 0, 0)),
     ):
         with pytest.raises(BadFrame) as caught:
             envelope.open(header, piece, into, first, count)
@@ -220,10 +216,7 @@ def test_headers_that_lie_about_lengths_reserve_no_memory(kind: str) -> None:
     """S10: 2^16 stripes of 2^63 bytes, in a header whose digest is right."""
     frame = store(kind)
     for at, form, value in (
-        (208, "<I", 1 << 16),
-        (208, "<I", 0),
-        (216, "<Q", 1 << 63),
-        (216, "<Q", 0),
+        *((208, "<I", 1 << 16), (208, "<I", 0), (216, "<Q", 1 << 63), (216, "<Q", 0)),
         (10, "<H", 257),
     ):
         data = bytearray(frame.data).ljust(header_bytes(1 << 16, lossless=True))

@@ -50,12 +50,7 @@ def frame(stripes: int = 3, step: int = GRANULE_BYTES, **changes: object) -> tup
     odd=st.integers(1, 9000),
 )
 def test_round_trip(
-    kind: str,
-    codec: int,
-    numbers: tuple[int, int, int, int],
-    world: int,
-    stripes: int,
-    odd: int,
+    kind: str, codec: int, numbers: tuple[int, int, int, int], world: int, stripes: int, odd: int
 ) -> None:
     step = odd if stripes == 1 else GRANULE_BYTES
     group, tokens, start, stop = numbers
@@ -114,10 +109,7 @@ def test_sizes_generation_and_salt(
     end = starts[first + count - 1] + sizes[first + count - 1]
     assert place(header, first, count) == (starts[first], end - starts[first])
     assert header.frame_bytes == starts[-1] + sizes[-1]
-    assert place(described, first, count) == (
-        described.header_bytes + first * 8192,
-        count * 8192,
-    )
+    assert place(described, first, count) == (described.header_bytes + first * 8192, count * 8192)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (4097, 1), (1, 4097)])
@@ -210,20 +202,10 @@ def test_every_field_is_part_of_the_frame(change: str, value: object) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": "letter"},
-        {"codec": len(CODECS) + 1, "fidelity": len(CODECS) + 1},
-        {"codec": 2, "fidelity": 1},
-        {"codec": -1},
-        {"layout": b"short"},
-        {"parent": b""},
-        {"namespace": bytes(33)},
-        {"tenant": bytes(31)},
-        {"group": -1},
-        {"tokens": 2**32},
-        {"rank": 4},
-        {"stripe_bytes": 0},
-        {"stripe_bytes": 4095},
-        {"stripe_bytes": 2048},
+        *({"kind": "letter"}, {"codec": len(CODECS) + 1, "fidelity": len(CODECS) + 1}),
+        *({"codec": 2, "fidelity": 1}, {"codec": -1}, {"layout": b"short"}, {"parent": b""}),
+        *({"namespace": bytes(33)}, {"tenant": bytes(31)}, {"group": -1}, {"tokens": 2**32}),
+        *({"rank": 4}, {"stripe_bytes": 0}, {"stripe_bytes": 4095}, {"stripe_bytes": 2048}),
     ],
 )
 def test_unsound_descriptions_are_refused(changes: dict[str, object]) -> None:
@@ -242,13 +224,8 @@ def test_bytes_that_are_no_frame() -> None:
     data, _ = frame(stripes=300)
     reasons = []
     for bad in (
-        b"",
-        data[:4095],
-        data[:4096],
-        bytes(4096),
-        b"FKVFRAME" + b"\3\0" + data[10:],
-        data[:10] + b"\xff\xff" + data[12:],
-        data[:10] + b"\0\0" + data[12:],
+        *(b"", data[:4095], data[:4096], bytes(4096), b"FKVFRAME" + b"\3\0" + data[10:]),
+        *(data[:10] + b"\xff\xff" + data[12:], data[:10] + b"\0\0" + data[12:]),
         data[:10] + b"\1\0" + data[12:],
     ):
         with pytest.raises(BadFrame) as caught:

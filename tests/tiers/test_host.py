@@ -12,22 +12,11 @@ from hypothesis import strategies as st
 
 from flowkv import Tier
 from flowkv.tiers import BadFrame, Load, Outcome, Store
-from tests.clock import together
+from tests.clock import together, without_threads
 from tests.inside import ConfigError, HostTier, ManualClock, StateError, host, tiers_digest
 
 from .counting import Counting
-from .frames import (
-    LAYOUT,
-    answers,
-    body_of,
-    get,
-    hits,
-    info_of,
-    key_of,
-    outcomes,
-    put,
-    stored,
-)
+from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 
 
 def test_is_a_tier() -> None:
@@ -527,12 +516,8 @@ def test_a_job_is_answered_once_if_no_thread_could_begin(monkeypatch: pytest.Mon
     tier = HostTier(1 << 20, clock=ManualClock())
     first, then = (load_all(tier, [name], 8192) for name in "ab")
 
-    def refused(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(host, "APART_BYTES", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
+    with without_threads():
         job = tier.submit_load(first)
     later = tier.submit_load(then)
     found = [answer.job for _ in range(4) for answer in tier.poll(0.5)]

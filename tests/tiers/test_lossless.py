@@ -93,9 +93,7 @@ def test_stripes_that_do_not_shrink_are_stored_whole() -> None:
     [
         ({"codec": CODECS.index("kv8"), "fidelity": 1}, STEP),
         ({"codec": len(CODECS) - 1, "fidelity": len(CODECS) - 1}, STEP),
-        ({"kind": "state"}, STEP),
-        ({"kind": "weights"}, STEP),
-        ({}, STEP + 1),
+        *(({"kind": "state"}, STEP), ({"kind": "weights"}, STEP), ({}, STEP + 1)),
     ],
 )
 def test_only_raw_pages_are_candidates(changes: dict[str, object], step: int) -> None:
@@ -253,15 +251,11 @@ def test_bombs_and_lies_are_refused(bad: bytes) -> None:
 @pytest.mark.parametrize(
     "stored",
     [
-        b"",
-        bytes(7),
-        bytes(8),
-        struct.pack("<II", 1 << 31, 1 << 31),
+        *(b"", bytes(7), bytes(8), struct.pack("<II", 1 << 31, 1 << 31)),
         struct.pack("<II", 4, HALF + 1) + bytes(HALF + 5),
         struct.pack("<II", HALF, HALF) + bytes(STEP - 1),
         struct.pack("<II", HALF, HALF) + bytes(STEP + 1),
-        struct.pack("<II", HALF, 0) + bytes(HALF),
-        lossless_stripe(GOOD, GOOD) + b"\0",
+        *(struct.pack("<II", HALF, 0) + bytes(HALF), lossless_stripe(GOOD, GOOD) + b"\0"),
     ],
 )
 def test_planes_that_do_not_fit_are_refused(stored: bytes) -> None:
@@ -293,10 +287,7 @@ def test_a_bomb_takes_no_memory() -> None:
     assert len(bomb) < STEP // 2
     stripe = lossless_stripe(bomb, bomb)
     header = Header(
-        key_of("bomb"),
-        info_of(STEP),
-        digest_of(bytes(STEP)),
-        sizes=struct.pack("<I", len(stripe)),
+        key_of("bomb"), info_of(STEP), digest_of(bytes(STEP)), sizes=struct.pack("<I", len(stripe))
     )
     data = pack_header(header) + stripe
     with pytest.raises(BadFrame):

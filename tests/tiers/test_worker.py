@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from flowkv.tiers import Completion, Load, Outcome, Store
-from tests.clock import wait_for
+from tests.clock import wait_for, without_threads
 from tests.inside import HUGE_BYTES, Item, ManualClock, SystemClock, ThreadMemory, Workers
 
 from .frames import LAYOUT, info_of, key_of
@@ -112,13 +112,9 @@ def test_stores_that_wait_are_bounded() -> None:
     assert pool.close(20)
 
 
-def test_a_thread_that_does_not_start_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+def test_a_thread_that_does_not_start_is_none() -> None:
     pool = workers(lambda item: pool.answer(item, Outcome.MISS))
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", none_left)
+    with without_threads():
         pool.submit([wish("a")], 10)
         assert [answer.reason for answer in pool.poll(0)] == ["memory"]
     pool.submit([wish("b")], 10)
@@ -362,12 +358,7 @@ def test_stores_leave_threads_to_loads() -> None:
         assert gate.wait(60)
         pool.answer(item, Outcome.STORED)
 
-    pool = workers(
-        lambda item: pool.answer(item, Outcome.MISS),
-        store,
-        threads=2,
-        storing=1,
-    )
+    pool = workers(lambda item: pool.answer(item, Outcome.MISS), store, threads=2, storing=1)
     pool.submit([body(n) for n in range(3)], 100)
     assert storing.acquire(timeout=60)
     pool.submit([wish("a")], 100)

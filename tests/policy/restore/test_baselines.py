@@ -291,10 +291,8 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("policy", "options", "sentence"),
     [
-        ("caek", {}, "Did you mean 'cake'"),
-        ("nothing like it", {}, "Use one of recompute"),
-        ("cake", {"chunks": 3}, "does not take"),
-        ("cake", {"chunk": 0}, "one token or more"),
+        *(("caek", {}, "Did you mean 'cake'"), ("nothing like it", {}, "Use one of recompute")),
+        *(("cake", {"chunks": 3}, "does not take"), ("cake", {"chunk": 0}, "one token or more")),
         ("cake", {"io_chunk": 0}, "one token or more"),
         ("staircase", {"block": 0}, "one layer or more"),
         (Recompute, {}, "is no restore policy"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
+from functools import partial
 
 import pytest
 
 from flowkv.policy.restore import Measured, RestoreRequest, Source, Span
 from flowkv.sim.restore import GPUS, SHAPES, Modelled, asked
+from tests.clock import together
 
 LLAMA = SHAPES["Llama-3.1-8B"]
 TRUTH = Modelled(LLAMA, GPUS["A100"], 40, latency_s=50e-6)
@@ -166,24 +167,16 @@ def test_noise_does_not_make_it_wild() -> None:
 
 def test_threads_learn_at_once() -> None:
     """Models generate in several threads, and each tells what it took."""
-    measured, failures = Measured(TRUTH), []
+    measured = Measured(TRUTH)
 
     def work(seed: int) -> None:
-        try:
-            for span in spans(2000, seed):
-                learn(measured, TRUTH, [span])
-                measured.loaded(REQUEST, 0, 1000, 0.25)
-        except BaseException as error:
-            failures.append(error)
+        for span in spans(2000, seed):
+            learn(measured, TRUTH, [span])
+            measured.loaded(REQUEST, 0, 1000, 0.25)
 
     pause_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(*(partial(work, seed) for seed in range(4)))
     finally:
         sys.setswitchinterval(pause_s)
-    assert not failures

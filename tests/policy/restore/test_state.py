@@ -103,15 +103,8 @@ def test_a_failed_load_leaves_what_lies_above_it() -> None:
 @pytest.mark.parametrize(
     "op",
     [
-        compute(0, 20),
-        compute(20, 30),
-        compute(10, 10),
-        compute(10, 90),
-        compute(10, 20, Span(1, 1)),
-        load(70, 90),
-        load(80, 80),
-        load(0, 80),
-        load(10, 80),
+        *(compute(0, 20), compute(20, 30), compute(10, 10), compute(10, 90)),
+        *(compute(10, 20, Span(1, 1)), load(70, 90), load(80, 80), load(0, 80), load(10, 80)),
     ],
 )
 def test_what_does_not_go_on(op: Compute | RestoreLoad) -> None:

@@ -35,12 +35,9 @@ def load(first: int, stop: int, layers: Span = ALL, source: int = 0) -> RestoreL
 
 
 RIGHT = [
-    (compute(4, 12), 1.0, 3.0, True),
-    (load(24, 40), 1.0, 2.0, True),
-    (load(16, 24, source=1), 1.0, 5.0, True),
-    (load(12, 16), 2.0, 4.0, True),
-    (Suffix(7, 0), 5.0, 6.0, True),
-    (Suffix(7, 1), 6.0, 7.0, True),
+    *((compute(4, 12), 1.0, 3.0, True), (load(24, 40), 1.0, 2.0, True)),
+    *((load(16, 24, source=1), 1.0, 5.0, True), (load(12, 16), 2.0, 4.0, True)),
+    *((Suffix(7, 0), 5.0, 6.0, True), (Suffix(7, 1), 6.0, 7.0, True)),
 ]
 CAPS = Caps(1, {"host": 1, "disk": 1}, {"host": 320.0})
 
@@ -59,9 +56,7 @@ def entry(at: int, **values):
 
 
 FAULTS = {
-    "numbers": [
-        changed(0, entry(0, request=8)),
-    ],
+    "numbers": [changed(0, entry(0, request=8))],
     "time": [
         changed(0, entry(0, start_s=0.5)),
         changed(0, entry(0, end_s=0.9)),
@@ -70,14 +65,10 @@ FAULTS = {
     ],
     "failure": [changed(0, entry(0, ok=False)), changed(4, entry(4, ok=False))],
     "span": [
-        changed(0, entry(0, layers=Span(0, 3))),
-        changed(0, entry(0, layers=Span(1, 1))),
-        changed(0, entry(0, layers=Span(-1, 2))),
-        changed(0, entry(0, tokens=Span(0, 12))),
-        changed(0, entry(0, tokens=Span(4, 4))),
-        changed(0, entry(0, tokens=Span(4, 11))),
-        changed(1, entry(1, tokens=Span(25, 40))),
-        changed(1, entry(1, tokens=Span(24, 44))),
+        *(changed(0, entry(0, layers=Span(0, 3))), changed(0, entry(0, layers=Span(1, 1)))),
+        *(changed(0, entry(0, layers=Span(-1, 2))), changed(0, entry(0, tokens=Span(0, 12)))),
+        *(changed(0, entry(0, tokens=Span(4, 4))), changed(0, entry(0, tokens=Span(4, 11)))),
+        *(changed(1, entry(1, tokens=Span(25, 40))), changed(1, entry(1, tokens=Span(24, 44)))),
     ],
     "once": [
         [*RIGHT[:4], (load(12, 16), 4.0, 5.0, True), *RIGHT[4:]],
@@ -87,9 +78,7 @@ FAULTS = {
     ],
     "front": [changed(0, entry(0, tokens=Span(8, 12)))],
     "back": [changed(1), changed(1, entry(1, start_s=1.5, end_s=2.0))],
-    "causal": [
-        changed(0, (compute(4, 8), 1.0, 3.0, True), (compute(8, 12), 2.0, 3.0, True)),
-    ],
+    "causal": [changed(0, (compute(4, 8), 1.0, 3.0, True), (compute(8, 12), 2.0, 3.0, True))],
     "layers": [
         changed(
             0,
@@ -103,11 +92,9 @@ FAULTS = {
     "source": [changed(2, entry(2, source=2))],
     "met": [RIGHT[:3], RIGHT[1:3]],
     "suffix": [
-        RIGHT[:5],
-        RIGHT[:4],
+        *(RIGHT[:5], RIGHT[:4]),
         [*RIGHT[:4], (Suffix(7, 1), 5, 6, True), (Suffix(7, 0), 6, 7, True)],
-        [*RIGHT, (Suffix(7, 2), 7.0, 8.0, True)],
-        changed(4, entry(4, start_s=4.5)),
+        *([*RIGHT, (Suffix(7, 2), 7.0, 8.0, True)], changed(4, entry(4, start_s=4.5))),
         changed(5, entry(5, start_s=5.5)),
     ],
     "caps": [

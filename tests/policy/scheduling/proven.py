@@ -126,12 +126,7 @@ class ProvenTurns(CheckedTurns):
             require(keys[-1] < first, "somebody passes by another", turn.enter)
 
     def _check_room(
-        self,
-        turn: Turn,
-        waiting: Sequence[Job],
-        active: Sequence[Job],
-        room: Room,
-        now_s: float,
+        self, turn: Turn, waiting: Sequence[Job], active: Sequence[Job], room: Room, now_s: float
     ) -> None:
         """Those who enter fit, alone or beside what the others may claim; and nobody else would."""
         gone = [job for job, _ in turn.leave]

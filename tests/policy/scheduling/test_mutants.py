@@ -127,23 +127,9 @@ class BelowZero(FirstCome):
 
 
 SCHEDULERS = [
-    Nameless,
-    Ties,
-    NoNumber,
-    NoTuple,
-    FlipsCoins,
-    Remembers,
-    Writes,
-    SteadyByName,
-    PreemptsInSecret,
-    NamesWhoWants,
-    NamesTwice,
-    NoAging,
-    HalfTheBound,
-    NoTop,
-    StrictByRank,
-    LastFirst,
-    BelowZero,
+    *(Nameless, Ties, NoNumber, NoTuple, FlipsCoins, Remembers, Writes, SteadyByName),
+    *(PreemptsInSecret, NamesWhoWants, NamesTwice, NoAging, HalfTheBound, NoTop, StrictByRank),
+    *(LastFirst, BelowZero),
 ]
 
 
@@ -347,30 +333,14 @@ class SetsAsideAtOnce(Turns):
 
 
 MECHANISMS = [
-    (PassesBy, Priority),
-    (EntersToBeIdle, Priority),
-    (WaitsForPrompts, Priority),
-    (CountsNoClaims, Priority),
-    (IgnoresTheWatermark, Priority),
-    (OneRowTooMany, Priority),
-    (OneTokenTooMany, Priority),
-    (LeavesTokensOver, Priority),
-    (PromptsFirst, Priority),
-    (LaterPromptsFirst, Priority),
-    (LeavesTheFirstOut, Hasty),
-    (CutsAnywhere, Hasty),
-    (RunsWhatIsComing, Priority),
-    (FirstMakesRoom, Priority),
-    (LastMakesRoom, Priority),
-    (NobodyMakesRoom, Priority),
-    (KeepsWhatIsComing, Priority),
-    (NoGrace, Priority),
-    (PreemptsInVain, Hasty),
-    (PreemptsAll, Priority),
-    (PreemptsForNobody, Priority),
-    (EntersAtOnce, Priority),
-    (OldOrder, Hasty),
-    (NobodyEnters, Priority),
+    *((PassesBy, Priority), (EntersToBeIdle, Priority), (WaitsForPrompts, Priority)),
+    *((CountsNoClaims, Priority), (IgnoresTheWatermark, Priority), (OneRowTooMany, Priority)),
+    *((OneTokenTooMany, Priority), (LeavesTokensOver, Priority), (PromptsFirst, Priority)),
+    *((LaterPromptsFirst, Priority), (LeavesTheFirstOut, Hasty), (CutsAnywhere, Hasty)),
+    *((RunsWhatIsComing, Priority), (FirstMakesRoom, Priority), (LastMakesRoom, Priority)),
+    *((NobodyMakesRoom, Priority), (KeepsWhatIsComing, Priority), (NoGrace, Priority)),
+    *((PreemptsInVain, Hasty), (PreemptsAll, Priority), (PreemptsForNobody, Priority)),
+    *((EntersAtOnce, Priority), (OldOrder, Hasty), (NobodyEnters, Priority)),
     (SetsAsideAtOnce, Priority),
 ]
 

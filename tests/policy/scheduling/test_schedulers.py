@@ -141,12 +141,9 @@ def test_schedulers_by_name() -> None:
 @pytest.mark.parametrize(
     ("wrong", "options", "says"),
     [
-        ("shortst", {}, "Did you mean 'shortest'"),
-        ("zzz", {}, "fcfs, shortest, priority"),
-        ("shortest", {"ageing": 1}, "ageing"),
-        (Priority(), {"top": 1}, "already"),
-        (7, {}, "7 is no scheduler"),
-        (Priority, {}, "is no scheduler"),
+        *(("shortst", {}, "Did you mean 'shortest'"), ("zzz", {}, "fcfs, shortest, priority")),
+        *(("shortest", {"ageing": 1}, "ageing"), (Priority(), {"top": 1}, "already")),
+        *((7, {}, "7 is no scheduler"), (Priority, {}, "is no scheduler")),
     ],
 )
 def test_what_is_no_scheduler_is_refused(wrong, options, says: str) -> None:

@@ -315,12 +315,8 @@ def test_what_remains_of_a_job() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"max_rows": 0},
-        {"token_budget": 0},
-        {"page_size": 0},
-        {"grace": 0},
-        {"watermark": 1.0},
-        {"watermark": -0.1},
+        *({"max_rows": 0}, {"token_budget": 0}, {"page_size": 0}, {"grace": 0}),
+        *({"watermark": 1.0}, {"watermark": -0.1}),
     ],
 )
 def test_limits_are_checked(wrong) -> None:

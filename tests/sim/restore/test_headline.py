@@ -25,12 +25,7 @@ from flowkv.sim.restore import Modelled, asked, lower_bound, run
 )
 @settings(max_examples=100, deadline=None)
 def test_no_policy_beats_the_bound(
-    name: str,
-    place: tuple[Any, Any],
-    gbps: float,
-    sizes: list[int],
-    suffix: int,
-    every_s: float,
+    name: str, place: tuple[Any, Any], gbps: float, sizes: list[int], suffix: int, every_s: float
 ) -> None:
     costs = Modelled(*place, gbps)
     requests = [

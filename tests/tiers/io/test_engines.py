@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.clock import in_child
 from tests.inside import OPERATION, READ, SYNC, WRITE, ArenaSlot, StateError
 from tests.tiers.io.rig import BLOCK, MAKERS, Rig, rigged
 
@@ -215,17 +216,14 @@ def test_cancelled_operations_are_answered_too(rig: Rig, path: Path) -> None:
 def test_a_child_may_not_use_it(rig: Rig) -> None:
     if rig.engine.name == "files":
         pytest.skip("this engine has no threads that a fork could lose")
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
+
+    def refused() -> bool:
+        with pytest.raises(StateError):
             rig.engine.submit(REFUSED)
-        except StateError:
-            rig.engine.cancel(np.array([1], np.uint64))
-            code = 0 if rig.engine.close() and not len(rig.engine.wait(5.0)) else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        rig.engine.cancel(np.array([1], np.uint64))
+        return not rig.engine.close() or len(rig.engine.wait(5.0)) > 0
+
+    assert in_child(refused) == 0
     assert rig.run((7, 0, 0, 0, 0)) == [-errno.EINVAL]  # its parent still may
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.clock import without_threads
 from tests.inside import OPERATION, READ, SYNC, WRITE, Arena, UringEngine, uring
 from tests.tiers.io.rig import BLOCK, Rig, rigged
 
@@ -223,17 +224,13 @@ def test_nothing_is_left_behind() -> None:
         time.sleep(0.01)
 
 
-def test_without_a_thread_no_descriptor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_no_descriptor_is_left() -> None:
     with rigged("io_uring"):
         pass
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
 
-    def none_left(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", none_left)
-    with pytest.raises(OSError, match="no thread"):
+    with without_threads(), pytest.raises(OSError, match="no thread"):
         UringEngine(depth=4)
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flowkv.tiers.remote.tier import RemoteTier
+from tests.clock import wait_for
 from tests.inside import CHANGED, Listed, ManualClock
+
+from ..frames import get, hits, outcomes, put
 
 ERASED = "erased"
 Fault = Callable[[str, bytes], bytes]
@@ -154,6 +157,18 @@ def swaps(backend: Any, was: bytes | None, data: memoryview) -> bool:
             raise
         return False
     return True
+
+
+def check_late_start(tier: RemoteTier, server: Any) -> None:
+    """Nothing is found before a server starts; then the tier finds it by itself."""
+    try:
+        assert outcomes(get(tier, [1]))[0][0] == "failed"
+        server.start()
+        wait_for(lambda: outcomes(put(tier, [1])) == [("stored", "")])
+        assert hits(tier, [1]) == 1
+    finally:
+        tier.close()
+        server.stop()
 
 
 def check_swap(backend: Any) -> None:

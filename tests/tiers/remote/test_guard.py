@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import random
-import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.clock import without_threads
 from tests.inside import (
     FAILURES,
     Aside,
@@ -168,13 +168,9 @@ def test_a_refusal_is_final() -> None:
     assert len(calls) == 1
 
 
-def test_a_call_without_a_thread_leaves_its_turn_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+def test_a_call_without_a_thread_leaves_its_turn_to_others() -> None:
     aside = Aside("test", most=1)
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", none)
+    with without_threads():
         for _ in range(3):
             with pytest.raises(OSError, match="no thread"):
                 aside.call(lambda: 1, 5.0)

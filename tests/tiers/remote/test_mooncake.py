@@ -20,8 +20,20 @@ from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
 from tests.clock import wait_for
 from tests.inside import ConfigError, StoreError
 
-from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
-from .faulty import check_swap, swaps
+from ..frames import (
+    LAYOUT,
+    answers,
+    body_of,
+    check_parts,
+    get,
+    hits,
+    info_of,
+    key_of,
+    outcomes,
+    put,
+    stored,
+)
+from .faulty import check_late_start, check_swap, swaps
 from .servers_mooncake import MooncakeCluster, binary, mooncake_cluster
 
 binary()  # skips the module where the store does not run
@@ -44,13 +56,8 @@ def space(cluster: MooncakeCluster) -> str:
     return f"{cluster.uri}&prefix=test{next(numbers)}"
 
 
-@contextlib.contextmanager
-def opened(uri: str, limits: RemoteLimits = BRIEF) -> Iterator[MooncakeTier]:
-    tier = MooncakeTier(uri, limits=limits)
-    try:
-        yield tier
-    finally:
-        tier.close()
+def opened(uri: str, limits: RemoteLimits = BRIEF) -> contextlib.closing[MooncakeTier]:
+    return contextlib.closing(MooncakeTier(uri, limits=limits))
 
 
 @pytest.mark.usefixtures("briefly")
@@ -74,18 +81,9 @@ def test_conformance(cluster: MooncakeCluster) -> None:
 
 
 def test_frames_and_their_stripes(cluster: MooncakeCluster) -> None:
-    step, stripes = 64 << 10, 20
-    body = os.urandom(step * stripes)
     uri = space(cluster)
     with opened(uri) as tier:
-        wish = Store(key_of("large"), info_of(step), memoryview(body))
-        assert answers(tier, tier.submit_store([wish]), 1)[0].outcome is Outcome.STORED
-        for first, count in ((0, 0), (19, 1), (7, 10), (3, 0)):
-            target = bytearray(step * (count or stripes - first))
-            load = Load(wish.key, memoryview(target), LAYOUT, 0, first, count)
-            done = answers(tier, tier.submit_load([load]), 1)[0]
-            assert done.outcome is Outcome.HIT and done.n_bytes == len(target)
-            assert target == body[first * step :][: len(target)], "WRONG BYTES"
+        check_parts(tier, 64 << 10, 20, ((0, 0), (19, 1), (7, 10), (3, 0)))
         stored(tier, range(4))
         assert hits(tier, range(5)) == 4
     with opened(uri) as tier:  # another process asks
@@ -156,14 +154,7 @@ def test_nobody_there_is_a_warning_and_then_misses(tmp_path: Path) -> None:
     cluster = MooncakeCluster(tmp_path)
     with pytest.warns(UserWarning, match="does not answer"):
         tier = MooncakeTier(cluster.uri, limits=BRIEF._replace(every_s=0.1))
-    try:
-        assert outcomes(get(tier, [1]))[0][0] == "failed"
-        cluster.start()
-        wait_for(lambda: outcomes(put(tier, [1])) == [("stored", "")])
-        assert hits(tier, [1]) == 1
-    finally:
-        tier.close()
-        cluster.stop()
+    check_late_start(tier, cluster)
 
 
 def test_everything_is_a_miss_after_a_restart(tmp_path: Path) -> None:
@@ -264,9 +255,7 @@ def test_slots_of_doubtful_transfers_are_retired(
     assert all(client.closed for client in clients)
 
 
-def test_what_comes_back_late_is_retired_whatever_it_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_comes_back_late_is_retired_whatever_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.inside import mooncake
 
     client = FakeClient()

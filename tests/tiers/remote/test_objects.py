@@ -24,7 +24,7 @@ from flowkv import Tier
 from flowkv.testing import check_tier
 from flowkv.tiers import Envelope, Load, Outcome, Store, open_tier
 from flowkv.tiers.remote.tier import RemoteLimits
-from tests.clock import wait_for
+from tests.clock import in_child, wait_for
 from tests.inside import (
     MOST_CATALOGS,
     BreakerState,
@@ -218,17 +218,16 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_of_a_user_is_refused(tmp_path: Path) -> None:
     """Its calls would hang: the threads of obstore stay in the parent."""
     ObjectTier("memory:///").close()
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException), pytest.raises(StoreError, match="forked process"):
+
+    def refused() -> int:
+        with pytest.raises(StoreError, match="forked process"):
             ObjectTier("memory:///")
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return 0
+
+    assert in_child(refused) == 0
 
 
 def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:

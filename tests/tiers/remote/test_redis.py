@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,20 @@ from tests.inside import (
     parse_size,
 )
 
-from ..frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
-from .faulty import check_swap
+from ..frames import (
+    LAYOUT,
+    answers,
+    body_of,
+    check_parts,
+    get,
+    hits,
+    info_of,
+    key_of,
+    outcomes,
+    put,
+    stored,
+)
+from .faulty import check_late_start, check_swap
 from .servers_redis import RedisServer, redis_server
 
 
@@ -47,13 +60,8 @@ def space(server: RedisServer, more: str = "") -> str:
     return f"{server.uri}/0?prefix=test{next(numbers)}{more}"
 
 
-@contextlib.contextmanager
-def opened(uri: str, **options: object) -> Iterator[RedisTier]:
-    tier = RedisTier(uri, **options)  # type: ignore[arg-type]
-    try:
-        yield tier
-    finally:
-        tier.close()
+def opened(uri: str, **options: Any) -> contextlib.closing[RedisTier]:
+    return contextlib.closing(RedisTier(uri, **options))
 
 
 @pytest.mark.usefixtures("briefly")
@@ -116,17 +124,8 @@ def test_what_others_store_later_is_found_by_asking(server: RedisServer) -> None
 
 
 def test_some_stripes_of_a_large_frame(server: RedisServer) -> None:
-    step, stripes = 64 << 10, 40
-    body = os.urandom(step * stripes)
     with opened(space(server)) as tier:
-        wish = Store(key_of("large"), info_of(step), memoryview(body))
-        assert answers(tier, tier.submit_store([wish]), 1)[0].outcome is Outcome.STORED
-        for first, count in ((0, 0), (0, 1), (39, 1), (7, 30), (3, 0)):
-            target = bytearray(step * (count or stripes - first))
-            load = Load(wish.key, memoryview(target), LAYOUT, 0, first, count)
-            done = answers(tier, tier.submit_load([load]), 1)[0]
-            assert done.outcome is Outcome.HIT and done.n_bytes == len(target)
-            assert target == body[first * step :][: len(target)], "WRONG BYTES"
+        check_parts(tier, 64 << 10, 40, ((0, 0), (0, 1), (39, 1), (7, 30), (3, 0)))
 
 
 def test_foreign_values_are_misses(server: RedisServer) -> None:
@@ -198,14 +197,7 @@ def test_nobody_there_is_a_warning_and_then_misses(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     with pytest.warns(UserWarning, match="does not answer"):
         tier = RedisTier(server.uri, limits=RemoteLimits(every_s=0.05))
-    try:
-        assert outcomes(get(tier, [1]))[0][0] == "failed"
-        server.start()
-        wait_for(lambda: outcomes(put(tier, [1])) == [("stored", "")])
-        assert hits(tier, [1]) == 1
-    finally:
-        tier.close()
-        server.stop()
+    check_late_start(tier, server)
 
 
 def test_a_cluster_that_does_not_answer_costs_misses() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -120,39 +121,35 @@ def test_an_exchange_ends_at_its_deadline() -> None:
         redis.close()
 
 
-def test_a_trickle_ends_at_the_deadline() -> None:
-    """Each byte comes in time, the reply does not."""
-    with FaultyRedis(commands=[b"GETRANGE"]) as server:
-        left = [b"$4096\r\n", *[b"x"] * 200]
+TRICKLE = [b"$4096\r\n", *[b"x"] * 200]
+POURED = [b"$%d\r\n" % HUGE, *[bytes(1 << 20)] * 64]
 
-        def trickle(server: FaultyRedis, reply: bytes) -> bytes | None:
-            while left and not server.stopping.wait(0.01):
+
+@pytest.mark.parametrize(
+    ("parts", "pause_s", "within_s", "error"),
+    [
+        (TRICKLE, 0.01, 0.2, pytest.raises(TimeoutError)),
+        (POURED, 0.0, SOON_S, pytest.raises(ConnectionError, match="longer than any")),
+    ],
+    ids=["trickle", "poured"],
+)
+def test_a_reply_without_end_is_left(
+    parts: list[bytes], pause_s: float, within_s: float, error: Any
+) -> None:
+    """Of a trickle, each byte comes in time, the reply does not."""
+    with FaultyRedis(commands=[b"GETRANGE"]) as server:
+        left = parts.copy()
+
+        def send(server: FaultyRedis, reply: bytes) -> bytes | None:
+            while left and not server.stopping.wait(pause_s):
                 server.sending(left.pop(0))
             return None
 
         redis = Redis(server.uri)
         redis.put(KEY, memoryview(BODY), SOON_S)
-        server.plan.append(trickle)
-        with pytest.raises(TimeoutError):
-            fetched(redis, 0.2)
-        assert left
-        redis.close()
-
-
-def test_a_reply_without_end_is_left() -> None:
-    with FaultyRedis(commands=[b"GETRANGE"]) as server:
-        left = [b"$%d\r\n" % HUGE, *[bytes(1 << 20)] * 64]
-
-        def pour(server: FaultyRedis, reply: bytes) -> bytes | None:
-            while left:
-                server.sending(left.pop(0))
-            return None
-
-        redis = Redis(server.uri)
-        redis.put(KEY, memoryview(BODY), SOON_S)
-        server.plan.append(pour)
-        with pytest.raises(ConnectionError, match="longer than any"):
-            fetched(redis)
+        server.plan.append(send)
+        with error:
+            fetched(redis, within_s)
         assert left
         redis.close()
 

@@ -16,15 +16,7 @@ from tests.inside import RedisTier, StoreError
 from ..frames import get, hits, key_of, outcomes, stored
 from .faulty_redis import FaultyRedis
 from .servers_redis import RedisServer, redis_server
-
-
-@contextlib.contextmanager
-def opened(uri: str) -> Iterator[RedisTier]:
-    tier = RedisTier(uri)
-    try:
-        yield tier
-    finally:
-        tier.close()
+from .test_redis import opened
 
 
 def test_passwords(tmp_path: Path) -> None:

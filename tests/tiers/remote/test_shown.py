@@ -13,19 +13,13 @@ from flowkv.tiers import open_tier
 SECRETIVE = [
     "redis://alice:hunter2@127.0.0.1:1/0",
     "redis://:hunter2@127.0.0.1:1?health_check_interval=hunter2",
-    "redis://alice:hunter2/x@127.0.0.1:1",
-    "redis://alice:x/hunter2@127.0.0.1:1",
+    *("redis://alice:hunter2/x@127.0.0.1:1", "redis://alice:x/hunter2@127.0.0.1:1"),
     "redis://alice:hunter2?ttl_s=5@127.0.0.1:1",
-    "redis://127.0.0.1:1?socket_connect_timeout=hunter2",
-    "unix://alice:hunter2@/nowhere.sock",
-    "s3://key:hunter2@bucket/kv",
-    "s3://bucket/kv?secret_access_key=hunter2",
-    "s3://key:x/hunter2@bucket/kv",
-    "az://hunter2@account/kv?sig=hunter2",
-    "mooncake://alice:hunter2@:50051",
-    "mooncake://alice:x/hunter2@master:50051",
-    "mooncake://alice:hunter2",
-    "mooncake://master:50051?hunter2",
+    *("redis://127.0.0.1:1?socket_connect_timeout=hunter2", "unix://alice:hunter2@/nowhere.sock"),
+    *("s3://key:hunter2@bucket/kv", "s3://bucket/kv?secret_access_key=hunter2"),
+    *("s3://key:x/hunter2@bucket/kv", "az://hunter2@account/kv?sig=hunter2"),
+    *("mooncake://alice:hunter2@:50051", "mooncake://alice:x/hunter2@master:50051"),
+    *("mooncake://alice:hunter2", "mooncake://master:50051?hunter2"),
 ]
 
 

@@ -17,7 +17,7 @@ from flowkv import Tier
 from flowkv.testing import check_tier
 from flowkv.tiers import Completion, Header, Load, Outcome, Store
 from flowkv.tiers.remote.tier import RemoteLimits, RemoteTier
-from tests.clock import wait_for
+from tests.clock import wait_for, without_threads
 from tests.inside import (
     AGAIN_S,
     HUGE_BYTES,
@@ -788,14 +788,8 @@ def test_the_thread_that_looks_after_it_survives_whatever_a_library_raises(
     wait_for(lambda: len(tier.known) == 1)
 
 
-def test_opening_without_a_thread_says_so(
-    engine: FaultyBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(StoreError, match=r"no thread can start\. End other threads"):
+def test_opening_without_a_thread_says_so(engine: FaultyBackend) -> None:
+    with without_threads(), pytest.raises(StoreError, match=r"no thread can start\. End other"):
         RemoteTier(engine)
 
 
