@@ -262,6 +262,9 @@ class Pressing(Thinning):
         name, lease = [self.policy.salt(ids)], cache.care.get("lease", "")
         most = length if self.policy.words and self.policy.words_of(self.policy.given) else 0
         found = kv.open(ids, tenant=seq.owner, salts=name, limit=most, state=True, lease=lease)
+        found.in_place = False
+        for block in filter(None, chain(*found.blocks)):
+            block.placed = False
         with closed_on_error([found]):
             # What is left was counted as a part of the prompt.
             taken = length - seq.length if found.length else 0
