@@ -166,7 +166,8 @@ def test_what_a_press_leaves_is_not_coded(tmp_path: Path, model: Any) -> None:
         assert kv.stats()["cold"]["pages"] == 12
     with cold(model, tmp_path, sparsify="kvzip:0.5") as kv:
         answer(model)
-        assert [one.placed for one in kv.planner.store.index if one.kind == "page"].count(False) == 6
+        pages = [block for block in kv.planner.store.index if block.kind == "page"]
+        assert [block.placed for block in pages].count(False) == 6
 
 
 def test_what_cannot_be_calibrated(tmp_path: Path, model: Any) -> None:
