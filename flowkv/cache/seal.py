@@ -437,7 +437,7 @@ class Publisher:
                 above = keys[page_no - 1] if page_no else ROOT
                 block = store.index.get_or_create(keys[page_no], above, g)
                 block.tenant, block.namespace = seq.tenant, seq.namespace
-                block.depth, block.placed, at = page_no, True, page_no * size
+                block.depth, block.placed, at = page_no, seq.in_place, page_no * size
                 own_tokens = tokens[at - first * size :][:size]
                 if not g:
                     store.tails.outgrow(block.place, own_tokens)

@@ -176,6 +176,7 @@ class Sequence:
         restoration: Restore of the cached prefix while it loads, else None. Other modules get it
             from `RestoreJob.of`.
         vouched: Length up to which the model was known to be as named when it had computed that.
+        in_place: Whether the number of a page says the positions of its tokens.
         closed: True after `close`.
         planner: Owner of its pages. Other modules get it from `Planner.of`.
     """
@@ -212,7 +213,7 @@ class Sequence:
         # Per group: keys of the leading full pages that are computed so far.
         self._keys: list[list[bytes]] = [[] for _ in chains]
         self.suspended: Saved | None = None  # saved pages while it is suspended
-        self.publishable, self.vouched = True, 0
+        self.publishable, self.vouched, self.in_place = True, 0, True
         self.away = 0  # pages on a tier below the device, which attention reads there
         # Attention mass of its pages in watched steps, by group.
         self.importance: dict[int, Importance] = {}

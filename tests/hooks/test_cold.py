@@ -159,6 +159,17 @@ def test_bounds_that_cannot_be_kept(tmp_path: Path, model: Any) -> None:
         assert torch.equal(answer(model), wanted) and reused(kv) > 0
 
 
+def test_what_a_press_leaves_is_not_coded(tmp_path: Path, model: Any) -> None:
+    """Its keys are of other positions than those that a basis turns them back by."""
+    with cold(model, tmp_path, sparsify="kvzip:0.5") as kv:
+        store(kv, model)
+        assert kv.stats()["cold"]["pages"] == 12
+    with cold(model, tmp_path, sparsify="kvzip:0.5") as kv:
+        answer(model)
+        pages = [block for block in kv.planner.store.index if block.kind == "page"]
+        assert [block.placed for block in pages].count(False) == 6
+
+
 def test_what_cannot_be_calibrated(tmp_path: Path, model: Any) -> None:
     with cold(model, tmp_path) as kv, pytest.raises(ConfigError, match=r"too few.*1024 or more"):
         kv.calibrate(text(1000))

@@ -263,22 +263,22 @@ class Pressing(Thinning):
         most = length if self.policy.words and self.policy.words_of(self.policy.given) else 0
         found = kv.open(ids, tenant=seq.owner, salts=name, limit=most, state=True, lease=lease)
         with closed_on_error([found]):
+            found.in_place = False  # so that no cold tier codes its pages
+            for block in filter(None, chain(*found.blocks)):
+                block.placed = False
             # What is left was counted as a part of the prompt.
             taken = length - seq.length if found.length else 0
             count_tokens(kv, -length, taken - found.reused)
             if not found.length:
-                device = execution_device(door.model)
-                kept, words = self.policy.prefill(
-                    door, torch.from_numpy(ids.astype(np.int64))[None].to(device)
-                )
+                shown = torch.from_numpy(ids.astype(np.int64))[None]
+                kept, words = self.policy.prefill(door, shown.to(execution_device(door.model)))
                 count = len(next(iter(kept.values()))[0])
                 with torch.no_grad(), plan(kv, [found], [count]) as step:
                     step.audits = True  # its time is no measure of computing prompts
                     step.give(ids[:count])
                     for layer, (k, v) in kept.items():
                         step.write(layer, k.contiguous(), v.contiguous())
-                    same = most > 0 and words == self.policy.words
-                    step.vouched = same and door.trusted()
+                    step.vouched = most > 0 and words == self.policy.words and door.trusted()
                     found.publishable &= step.vouched  # it may have been forgotten meanwhile
                 kv.save_state(found, {"tokens": length})
             with kv.lock:
