@@ -83,13 +83,14 @@ def made(inner: Tier, *, basis: bytes | None = BASIS) -> CodecTier:
     return tier
 
 
-def answers(tier: Tier, job: int, count: int, patience_s: float = 20.0) -> list[Any]:
+def answers(tier: Tier, job: int, count: int, patience_s: float = 120.0) -> list[Any]:
     found: dict[int, Any] = {}
     end_s = time.monotonic() + patience_s
     while len(found) < count and time.monotonic() < end_s:
         for answer in tier.poll(0.2):
             assert answer.job == job and answer.item not in found
             found[answer.item] = answer
+    assert sorted(found) == [*range(count)], "some were not answered in time"
     return [found[number] for number in range(count)]
 
 
