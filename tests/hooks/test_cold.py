@@ -387,7 +387,7 @@ def test_sliding_layers_are_learned_at_all_positions(
 
 
 def test_full_tiers_make_room_for_bases(tmp_path: Path, model: Any) -> None:
-    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB", policy="lru") as kv:
         kv.planner.measured = lambda *_: None  # loading is always worth it
         for seed in range(12):
             generate(model, 2, input_ids=torch.tensor([text(240, seed + 50)]))
@@ -396,7 +396,7 @@ def test_full_tiers_make_room_for_bases(tmp_path: Path, model: Any) -> None:
         assert tier.used_bytes() > 0.9 * tier.capacity_bytes
         store(kv, model)
         assert kv.stats()["cold"]["pages"]
-    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB", policy="lru") as kv:
         kv.planner.measured = lambda *_: None
         assert kv.stats()["cold"]["groups"] == 1
         answer(model)
@@ -404,16 +404,16 @@ def test_full_tiers_make_room_for_bases(tmp_path: Path, model: Any) -> None:
 
 
 def test_caches_without_cold_evict_no_basis(tmp_path: Path, model: Any) -> None:
-    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB", policy="lru") as kv:
         store(kv, model)
         assert kv.stats()["cold"]["pages"]
-    with attached(model, disk=f"{tmp_path}:2MiB") as kv:
+    with attached(model, disk=f"{tmp_path}:2MiB", policy="lru") as kv:
         for seed in range(24):
             generate(model, 2, input_ids=torch.tensor([text(240, seed + 50)]))
             kv.flush(60)
         (tier,) = kv.planner.store.stack.tiers
         assert tier.used_bytes() > 0.8 * tier.capacity_bytes
-    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB") as kv:
+    with cold(model, tmp_path, disk=f"{tmp_path}:2MiB", policy="lru") as kv:
         assert kv.stats()["cold"]["groups"] == 1
 
 
