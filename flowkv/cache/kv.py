@@ -1396,6 +1396,7 @@ class KV:
             if known * self.page_size > seq.length and not seq.dropped:
                 planner.vacate(seq)
                 planner.tables.lengths[seq.row] = 0
+                planner.store.eviction.expire()
                 reused = self.restorer.restore(seq, known * self.page_size, pays=True)
                 count_tokens(self, 0, reused - seq.reused)
                 seq.reused = reused

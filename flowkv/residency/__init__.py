@@ -619,7 +619,7 @@ class Ledger:
         return self._end(now)
 
     def tick(self, now_ns: int) -> Sequence[Move]:
-        """Advance the time and remove expired blocks, as every deciding call does first."""
+        """Advance the time and remove expired blocks, as all deciding calls but `complete` do."""
         self._advance(now_ns)
         return self._flush()
 

@@ -8,6 +8,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,6 +48,18 @@ def test_a_failed_opening_leaves_no_file_and_no_thread(tmp_path: Path) -> None:
     for _ in range(3):
         with pytest.raises(StoreError, match="cannot be opened"):
             DiskTier(tmp_path, MIB)
+    assert (files(), threading.active_count()) == before
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_an_opening_without_memory_to_compile_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DiskTier(tmp_path, MIB, threads=0).close()
+    before = files(), threading.active_count()
+    monkeypatch.setattr("flowkv.compiled.digest.compile_digest", Mock(side_effect=MemoryError))
+    with pytest.raises(StoreError, match="cannot be opened"):
+        DiskTier(tmp_path, MIB)
     assert (files(), threading.active_count()) == before
 
 

@@ -1140,6 +1140,7 @@ class DiskTier(Handle):
                 compile_frames()  # so that the first restore does not wait for it
             self._store.open(engine.open)
             self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
+            super().__init__(name or f"disk:{printable}", self._wishes.answers)
         except BaseException as error:
             self._store.close()
             if (engine is None or engine.close()) and own is not None:
@@ -1150,7 +1151,6 @@ class DiskTier(Handle):
                     "Free memory, or raise its limit (ulimit -v)",
                 ) from error
             raise
-        super().__init__(name or f"disk:{printable}", self._wishes.answers)
         self.capacity_bytes, self._closing = capacity_bytes, threading.Lock()
         self.path, self.erasure_log = self._store.path, self._store.path / ERASED
         self._engine, self._threads = engine, threads
