@@ -717,10 +717,8 @@ class KV:
                         self.visits.begin(seq, self.queue.pop(seq))
                     if reuse and most > 0 and not self.private:
                         if state:
-                            whole = (
-                                self.restorer.attach_whole if wait else self.restores.begin_whole
-                            )
-                            seq.reused = self.snapshots.restore(seq, most, partial(whole, seq))
+                            way = self.restorer.attach_whole if wait else self.restores.begin_whole
+                            seq.reused = self.snapshots.restore(seq, most, partial(way, seq))
                         elif wait:
                             seq.reused = self.restorer.restore(seq, most)
                         else:
@@ -1396,6 +1394,7 @@ class KV:
             if known * self.page_size > seq.length and not seq.dropped:
                 planner.vacate(seq)
                 planner.tables.lengths[seq.row] = 0
+                planner.store.eviction.expire()
                 reused = self.restorer.restore(seq, known * self.page_size, pays=True)
                 count_tokens(self, 0, reused - seq.reused)
                 seq.reused = reused

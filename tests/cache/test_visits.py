@@ -12,7 +12,17 @@ import flowkv
 from flowkv import KV, Lease, Retain
 from flowkv.policy import LRU, make_policy
 from tests.cache.audit import audit
-from tests.cache.toy import PAGE, advance, geometry, make_kv, opened, prefill, published, simple
+from tests.cache.toy import (
+    PAGE,
+    advance,
+    geometry,
+    make_kv,
+    opened,
+    prefill,
+    published,
+    simple,
+    write,
+)
 from tests.inside import (
     NEVER_NS,
     TOOL_USE,
@@ -175,6 +185,15 @@ def test_a_request_does_not_renew_what_has_run_out(more: dict[str, Any]) -> None
     kv.clock.advance(s=11.0)
     with kv.open([*P, 9], **more) as seq:
         assert seq.reused == 0
+
+
+def test_a_prompt_is_not_taken_over_once_it_has_run_out() -> None:
+    kv = make_kv(simple(), pages=16, clock=ManualClock(), policy_options={"max_age_s": 10})
+    with kv.open([*P, 9]) as seq:
+        published(kv, [*P, 9])
+        kv.clock.advance(s=11.0)
+        kv.take_over(seq, write)
+        assert (seq.reused, seq.length) == (0, 25)
 
 
 def test_an_unknown_lease_is_refused_before_anything_happens() -> None:
