@@ -717,10 +717,8 @@ class KV:
                         self.visits.begin(seq, self.queue.pop(seq))
                     if reuse and most > 0 and not self.private:
                         if state:
-                            whole = (
-                                self.restorer.attach_whole if wait else self.restores.begin_whole
-                            )
-                            seq.reused = self.snapshots.restore(seq, most, partial(whole, seq))
+                            way = self.restorer.attach_whole if wait else self.restores.begin_whole
+                            seq.reused = self.snapshots.restore(seq, most, partial(way, seq))
                         elif wait:
                             seq.reused = self.restorer.restore(seq, most)
                         else:
