@@ -397,6 +397,7 @@ def _place(store: PageStore, header: Header, body: memoryview) -> bool:
     store.stack.supersede(store.index.find(header.key))
     block = store.index.get_or_create(header.key, info.parent, info.group, info.kind)
     block.tenant, block.namespace, block.fidelity = info.tenant, info.namespace, info.fidelity
+    block.placed &= info.tokens > 0
     if info.kind != "page":
         block.tail, block.n_bytes = info.tokens, len(body)
         if tail:

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -258,16 +258,17 @@ def frame_infos(
     Args:
         blocks: The blocks.
         layout: Fingerprint of the bodies' layout.
-        tokens: Number of tokens in each body.
+        tokens: Number of tokens in each body; headers of pages whose number does not say the
+            positions of their tokens have 0.
         stripe_bytes: Bytes of each part that can be read alone.
         codec: Index of the bodies' codec.
     """
-    form = tokens, stripe_bytes
-    terms = attrgetter("kind", "fidelity", "parent", "namespace", "group", "tenant")
-    return [
-        FrameInfo(kind, codec, fidelity, layout, parent, namespace, group, *form, tenant)
-        for kind, fidelity, parent, namespace, group, tenant in map(terms, blocks)
-    ]
+    found = list[FrameInfo]()
+    for block in blocks:
+        ancestry = block.fidelity, layout, block.parent, block.namespace, block.group
+        count = tokens if block.placed or block.kind != "page" else 0
+        found.append(FrameInfo(block.kind, codec, *ancestry, count, stripe_bytes, block.tenant))
+    return found
 
 
 def matching(some: NDArray[np.uint32], others: NDArray[np.uint32]) -> int:

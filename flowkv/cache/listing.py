@@ -44,6 +44,7 @@ class Listing:
             # Copies may differ in fidelity; the best of them counts.
             block.fidelity = min(info.fidelity, block.fidelity if block.tiers else info.fidelity)
             enter_tier([block], number, info.codec)
+            block.placed &= info.tokens > 0
             if info.kind != "page":
                 block.n_bytes, block.tail = entry.n_bytes, info.tokens
             block.tenant, block.namespace = info.tenant, info.namespace

@@ -168,6 +168,11 @@ def test_what_a_press_leaves_is_not_coded(tmp_path: Path, model: Any) -> None:
         answer(model)
         pages = [block for block in kv.planner.store.index if block.kind == "page"]
         assert [block.placed for block in pages].count(False) == 6
+        assert kv.export(tmp_path / "file")
+    with cold(model, tmp_path / "other", sparsify="kvzip:0.5") as kv:
+        learn(kv)
+        assert kv.load(tmp_path / "file") and kv.flush(60)
+        assert kv.stats()["cold"]["pages"] <= 12, "frames say which pages are not in place"
 
 
 def test_what_cannot_be_calibrated(tmp_path: Path, model: Any) -> None:
