@@ -313,7 +313,7 @@ class PagePool:
             slab = self._slabs[number] or self._slab(number)
             slab.free.append(granule)
             self.used_granules -= slab.granules
-            self._change(slab.granules, 1)
+            self._vacant[slab.granules] = self._vacant.get(slab.granules, 0) + 1  # without a call
             partial = self._partial.setdefault(slab.granules, {})
             if len(slab.free) < slab.pages:
                 partial[number] = None
