@@ -395,4 +395,7 @@ def test_a_live_cache_reads_and_holds_what_the_simulator_says(policy, lasts, adm
     for some, same in [(want, got), *zip(calls, others, strict=True)]:
         assert next((pair for pair in zip_longest(some, same) if pair[0] != pair[1]), None) is None
     assert here == content
-    assert all(sum(column) > 5 for column in zip(*want, strict=True))
+    counts = [sum(column) for column in zip(*want, strict=True)]
+    if more is TIMED:  # few pages live until they are asked for in a slower place
+        del counts[2:]
+    assert all(count > 5 for count in counts), counts
