@@ -173,7 +173,7 @@ class Press:
 
     def salt(self, tokens: Any) -> Salt:
         """Return the salt that names the pruned pages of a prompt."""
-        state = hashlib.sha256(b"flowkv.press/1\0" + len(self.words).to_bytes(8, "little"))
+        state = hashlib.sha256(b"flowkv.press/2\0" + len(self.words).to_bytes(8, "little"))
         state.update(self.words)
         state.update(tokens.astype("<u4").tobytes())
         return Salt(0, state.digest())
