@@ -691,7 +691,6 @@ def answer_apart(monkeypatch: pytest.MonkeyPatch, *limits: str) -> None:
     """The host tier answers by its threads, however small the items are."""
     for name in limits:
         monkeypatch.setattr(host, name, 1)
-    monkeypatch.setattr(host, "_compiled", lambda: True)
 
 
 def close(kv: KV, copies: Copies) -> None:
