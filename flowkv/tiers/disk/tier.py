@@ -1118,11 +1118,10 @@ class DiskTier(Handle):
         try:
             if arena is None:
                 own = arena = Arena(min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
-            if engine is None:
-                engine = open_engine(arena, str(self._store.path))
-                from flowkv.tiers.digest import compile_frames
+            from flowkv.tiers.digest import compile_frames
 
-                compile_frames()  # so that the first restore does not wait for it
+            compile_frames()  # so that the first restore does not wait for it
+            engine = engine or open_engine(arena, str(self._store.path))
             self._store.open(engine.open)
             self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
             super().__init__(name or f"disk:{printable}", self._wishes.answers)
