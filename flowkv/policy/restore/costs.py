@@ -9,6 +9,7 @@ two that agree are followed.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -510,16 +511,10 @@ def crossing(
 
     Between neighbours both are taken as straight lines.
     """
-    if rising(first) >= falling(first):
-        return max(rising(first), falling(first))
-    if rising(last) <= falling(last):
+    last = bisect_left(range(last), True, first, key=lambda n: rising(n) >= falling(n))
+    if last == first or rising(last) <= falling(last):
         return max(rising(last), falling(last))
-    while last - first > 1:
-        middle = (first + last) // 2
-        if rising(middle) < falling(middle):
-            first = middle
-        else:
-            last = middle
+    first = last - 1
     before, after = falling(first) - rising(first), rising(last) - falling(last)
     share = before / (before + after)
     return rising(first) + share * (rising(last) - rising(first))
