@@ -29,7 +29,7 @@ _FAR = 2.0
 Form = tuple[float, float, float]
 """Seconds of one layer of a chunk: fixed, per token, and per pair of a token and an earlier one."""
 
-_SHAPES = ((0, 1, 2), (0, 1), (1, 2), (1,))
+_SHAPES = slice(0, 3), slice(0, 2), slice(1, 3), slice(1, 2)
 """Terms to fit, in order of trust, until the fit is valid."""
 
 
@@ -164,20 +164,19 @@ class _Chunks:
             self._found = found
             self.sure = self.samples >= _ENOUGH and found[0] > 0 and found[2] > 0
 
-    def _solved(self, which: tuple[int, ...]) -> Form | None:
+    def _solved(self, terms: slice) -> Form | None:
         """Solve least squares over some terms; None if they are collinear or one is below 0."""
-        square, terms = self._square[np.ix_(which, which)], list(which)
-        scale = np.sqrt(square.diagonal())
-        square /= np.outer(scale, scale)
+        scale = np.sqrt(self._square.diagonal()[terms])
+        square, right = self._square[terms, terms] / np.outer(scale, scale), self._right[terms]
         try:
             pivots = np.linalg.cholesky(square).diagonal() ** 2
         except np.linalg.LinAlgError:
             return None
         form = np.zeros(3)
-        if (pivots >= _SPREAD).all():
-            form[terms] = np.linalg.solve(square, self._right[terms] / scale) / scale
-        once, each, pair = form.tolist()
-        return (once, each, pair) if form.min() >= 0 and form.max() > 0 else None
+        if pivots.min() >= _SPREAD:
+            form[terms] = np.linalg.solve(square, right / scale) / scale
+        once, each, pair = found = form.tolist()
+        return (once, each, pair) if min(found) >= 0 and max(found) > 0 else None
 
 
 class _Link:
