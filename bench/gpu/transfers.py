@@ -72,7 +72,9 @@ def copies_of(machine: Machine, pages: torch.Tensor, n_bytes: int) -> Copies:
     if machine.dry:
         slots, streams = SlotPool(n_bytes), Immediate()
         slots.register(streams.pin, streams.unpin)
-        return Copies(streams, pages, slots, kernel_bytes=8191, least_pieces=3)
+        copies = Copies(streams, pages, slots)
+        copies.kernel_bytes, copies.least_pieces = 8191, 3
+        return copies
     return open_copies(CudaStreams(torch.device("cuda")), pages, n_bytes=n_bytes)
 
 

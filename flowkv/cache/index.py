@@ -86,17 +86,13 @@ class Ghosts:
         ghost = self._known.pop(key, None)
         return ghost.slot if ghost else -1
 
-    def bury(self, keys: Collection[bytes], below: Collection[bytes] = ()) -> int:
-        """Drop the ghosts of keys, and all ghosts below them or below the keys `below`.
-
-        Returns:
-            The number of dropped ghosts.
-        """
+    def bury(self, keys: Collection[bytes]) -> int:
+        """Drop the ghosts of keys and all ghosts below them; return their number."""
         children: dict[bytes, list[bytes]] = {}
         for key, ghost in self._known.items():
             children.setdefault(ghost.parent, []).append(key)
         doomed = dict.fromkeys(key for key in keys if key in self._known)
-        waiting = [*keys, *below]
+        waiting = list(keys)
         while waiting:
             for key in children.pop(waiting.pop(), ()):
                 doomed[key] = None

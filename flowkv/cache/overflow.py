@@ -463,8 +463,6 @@ class Overflow:
         """Return the two stages of a group's device, which are of one size."""
         store, device = self.store, self.store.devices[group]
         if device not in self._stages:
-            from flowkv.tiers.digest import check_known
-
             here = [g for g in range(len(store.forms)) if store.devices[g] == device]
             least = max(LEAST_BYTES, *(store.forms[g].raw.stripe_stride_bytes for g in here))
             share = store.pools[device].capacity_bytes() // _SHARE
@@ -472,7 +470,6 @@ class Overflow:
             copies = store.pools[device].copies
             with self._guard:
                 self._stages[device] = Stage(most, copies), Stage(most, copies)
-            check_known([])  # compile now, and not in a step
         return self._stages[device]
 
     def staging_bytes(self) -> int:

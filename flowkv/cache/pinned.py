@@ -210,23 +210,16 @@ class Copies:
         pages: uint8 `[bytes]`, the arena of the device's pages.
         slots: Memory that is registered with the device; where it cannot be, torch's own is used.
         most_bytes: Most bytes of rows in transit (see `has_room`).
-        kernel_bytes: Largest piece that a kernel copies.
-        least_pieces: Fewest pieces that a kernel copies.
     """
 
+    kernel_bytes, least_pieces = KERNEL_BYTES, LEAST_PIECES
+
     def __init__(
-        self,
-        streams: CudaStreams,
-        pages: torch.Tensor,
-        slots: SlotPool,
-        *,
+        self, streams: CudaStreams, pages: torch.Tensor, slots: SlotPool, *,
         most_bytes: int = STAGING_BYTES,
-        kernel_bytes: int = KERNEL_BYTES,
-        least_pieces: int = LEAST_PIECES,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.streams, self.pages, self.slots = streams, pages, slots
         self.most_bytes = most_bytes
-        self._kernel_bytes, self._least_pieces = kernel_bytes, least_pieces
         self._queue: list[tuple[int, torch.Tensor]] = []  # (granule, row)
         self._batches: list[list[tuple[int, torch.Tensor]]] = []  # one, and those that failed
         # Rows of copies under way to the device, and from it with the pages that are read.
@@ -464,7 +457,7 @@ class Copies:
                 else:
                     runs.append([at, granule, n_bytes])
                 beyond = at + n_bytes, granule + step
-            if n_bytes <= self._kernel_bytes and len(runs) >= self._least_pieces:
+            if n_bytes <= self.kernel_bytes and len(runs) >= self.least_pieces:
                 lines = [at // GRANULE_BYTES for at, _ in those]
                 places = [granule for _, granule in those]
                 self.streams.move(self.pages, places, whole, lines, n_bytes, to_device=to_device)

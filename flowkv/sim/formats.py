@@ -57,13 +57,12 @@ def most_blocks(path: Path) -> int:
     return LEAST_BLOCKS + MOST_A_BYTE * path.stat().st_size
 
 
-def read_lines(path: Path, kind: type[T], most_line: int = MOST_LINE_BYTES) -> Iterator[T]:
+def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
     """Yield the lines of a file as structs of one kind; empty ones are skipped.
 
     Args:
         path: The file; its first bytes show whether it is compressed.
         kind: Struct of a line.
-        most_line: Bytes of the longest line.
 
     Raises:
         ConfigError: If the file is damaged, or a line is none of that kind.
@@ -74,7 +73,7 @@ def read_lines(path: Path, kind: type[T], most_line: int = MOST_LINE_BYTES) -> I
         left = LEAST_BYTES + MOST_A_BYTE * os.fstat(file.fileno()).st_size
         lines = _opened(file)
         for number in itertools.count(1):
-            most = min(most_line, left)
+            most = min(MOST_LINE_BYTES, left)
             try:
                 line = lines.readline(most + 1)
             except (zstandard.ZstdError, gzip.BadGzipFile, zlib.error, EOFError) as error:

@@ -309,8 +309,7 @@ class Envelope:
         Args:
             header: Result of `head`.
             stored: The bytes in the range of `place`; more may follow. If writable, the memory must
-                not be read elsewhere meanwhile (a tag is written into it for a moment). If it is
-                the same object as the target, plain stripes are checked in place.
+                not be read elsewhere meanwhile (a tag is written into it for a moment).
             target: Writable bytes, at least as long as the stripes.
             first: Number of the first stripe.
             stripes: Number of stripes.
@@ -328,8 +327,7 @@ class Envelope:
             raise BadFrame("integrity", "there is no key for encrypted frames")
         if (header.integrity == AES_256_GCM) != aead:
             raise BadFrame("integrity", f"a frame of integrity {header.integrity}")
-        in_place, n_bytes = target is stored, stripes * step
-        view, target = memoryview(stored).cast("B"), target.cast("B")
+        n_bytes, view, target = stripes * step, memoryview(stored).cast("B"), target.cast("B")
         if len(view) < place(header, first, stripes)[1]:
             raise BadFrame("truncated", f"stripes end after {len(view)} bytes")
         if len(target) < n_bytes:
@@ -338,8 +336,7 @@ class Envelope:
             self._unwrap(header, view, target, range(first, first + stripes))
             return n_bytes
         verify_stripes(header, first, view[:n_bytes])
-        if not in_place:
-            target[:n_bytes] = view[:n_bytes]
+        target[:n_bytes] = view[:n_bytes]
         return n_bytes
 
     def _encrypt(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import repeat, starmap
+from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -30,7 +29,6 @@ from flowkv.tiers.frame import (
     Header,
     accept,
     count_stripes,
-    describe,
     span,
     verify_stripes,
 )
@@ -199,10 +197,9 @@ class HostTier(Handle):
         if next(turns):  # the share was queued, although no thread could start then
             return
         (start_ns, end_ns), first, now_ns = times, 0, self._clock.now_ns()
-        most_bytes = 4 * TOGETHER_BYTES if _compiled() else 1
         while first < len(items):
             part, n_bytes = list[Wish](), 0
-            while n_bytes < most_bytes and first + len(part) < len(items):
+            while n_bytes < 4 * TOGETHER_BYTES and first + len(part) < len(items):
                 n_bytes += sizes[first + len(part)]
                 part.append(items[first + len(part)])
             why = "deadline" if now_ns >= end_ns else ""
@@ -312,7 +309,7 @@ class HostTier(Handle):
         self._answers.close()
 
     def _load_all(self, items: Sequence[Load]) -> list[TierAnswer]:
-        """Load many frames in one compiled call that needs no interpreter, if it is compiled.
+        """Load many frames in one compiled call that needs no interpreter.
 
         A frame that may stay unread does so if its own memory is the target.
         """
@@ -341,7 +338,7 @@ class HostTier(Handle):
             found.append((number, frame, first, stop - first))
             n_bytes = (stop - first) * info.stripe_bytes
             replies.append(TierAnswer(0, 0, item.key, Outcome.HIT, "", info, n_bytes))
-        read = list[tuple[tuple[int, KeptFrame, int, int], memoryview]]()
+        read = list[tuple[int, KeptFrame]]()
         for wanted, target, target_at in zip(found, targets, addresses_of(targets), strict=True):
             (number, frame, first, count), digests = wanted, wanted[1].header.digests
             step, every = frame.header.info.stripe_bytes, len(frame.body)
@@ -354,16 +351,12 @@ class HostTier(Handle):
             else:
                 part = at, count * step, target_at, step, every // step, first, count, 1
                 rows.append((frame.digests_at, 0, *part))
-                read.append((wanted, target))
-        if _compiled():
-            from flowkv.tiers.digest import REASONS, check_known
+                read.append((number, frame))
+        from flowkv.tiers.digest import REASONS, check_known
 
-            reasons = [REASONS[reason] for reason in check_known(rows)]
-        else:
-            reasons = [*starmap(_copy, read)]
-        for ((number, frame, *_), _), reason in zip(read, reasons, strict=True):
+        for (number, frame), reason in zip(read, check_known(rows), strict=True):
             if reason:
-                replies[number] = self._bad(frame, reason)
+                replies[number] = self._bad(frame, REASONS[reason])
         return replies
 
     def _bad(self, frame: KeptFrame, reason: str) -> TierAnswer:
@@ -442,18 +435,16 @@ class HostTier(Handle):
         self, items: Sequence[Store], arrays: list[Bytes], sources: list[int], places: list[int]
     ) -> list[bytes]:
         """Copy bodies into memory where they are not there; return the digests of each."""
-        found, fresh, compiled = [b""] * len(items), list[int](), _compiled()
+        found, fresh = [b""] * len(items), list[int]()
         for n, item in enumerate(items):
-            if compiled and item.digests is None:
+            if item.digests is None:
                 fresh.append(n)
                 continue
             if places[n] != sources[n]:
                 np.copyto(arrays[n], np.frombuffer(item.body, np.uint8))
             # Digests come from the caller's memory, or a device's: should it change until the copy
             # is over, then the copy will not match them and never be served.
-            known = item.digests
-            its = describe(item.key, item.info, item.body).digests if known is None else known
-            found[n] = bytes(its)
+            found[n] = bytes(item.digests)
         if not fresh:
             return found
         from flowkv.tiers.digest import SEAL, seal_frames
@@ -507,23 +498,3 @@ class HostTier(Handle):
             self._used_bytes -= frame.charge
             self.slots.kept_bytes -= frame.kept_bytes
         return frame
-
-
-def _copy(wanted: tuple[int, KeptFrame, int, int], target: memoryview) -> str:
-    """Copy stripes of a frame, and verify the copy, since `erase` may overwrite the frame."""
-    _, frame, first, count = wanted
-    step = frame.header.info.stripe_bytes
-    into = np.frombuffer(target, np.uint8)[: count * step]
-    if not target.readonly:
-        np.copyto(into, frame.body[first * step :][: count * step])  # without Python's lock
-    try:
-        verify_stripes(frame.header, first, into.data)
-    except BadFrame as error:
-        return error.reason
-    return ""
-
-
-def _compiled() -> bool:
-    """Return whether the compiled batch functions are ready, without a wait for compiling."""
-    digest = sys.modules.get("flowkv.tiers.digest")
-    return digest is not None and bool(getattr(digest.check_all, "overloads", ()))

@@ -80,7 +80,8 @@ def test_a_page_that_came_twice_is_copied_up_before_it_is_another_ones(
     for seed, pool in enumerate(store.pools.values()):
         streams, slots = Eager(seed), SlotPool(1 << 18)
         slots.register(streams.pin, streams.unpin)
-        pool.copies = OnceEach(streams, pool.arena, slots, kernel_bytes=8191, least_pieces=3)
+        pool.copies = OnceEach(streams, pool.arena, slots)
+        pool.copies.kernel_bytes, pool.copies.least_pieces = 8191, 3
     forget_codecs(store)
     eight = next(x.fingerprint() for codec, x in store.forms[0].layouts.items() if codec)
     tier.rank = lambda load: 0 if load.layout == eight else None

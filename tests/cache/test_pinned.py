@@ -236,7 +236,8 @@ class World:
         slots = SlotPool(rows * self.n_bytes)
         slots.register(self.device.pin, self.device.unpin)
         self.device.calls.clear()
-        self.copies = Copies(self.device, self.pages, slots, kernel_bytes=8191, least_pieces=3)
+        self.copies = Copies(self.device, self.pages, slots)
+        self.copies.kernel_bytes, self.copies.least_pieces = 8191, 3
         self.model = [0] * PAGES
         self.writer = ["compute"] * PAGES
         self.wrong: list[str] = []
@@ -516,7 +517,7 @@ def test_an_upload_from_another_stream_waits_for_the_copy_that_reads_its_page(by
 @pytest.mark.parametrize("leaves", [False, True])
 def test_rows_of_a_copy_that_fails_half_way_are_kept_until_it_is_over(leaves: bool) -> None:
     world = World(0, 1, 20)
-    gather, world.copies._least_pieces = world.device.copy, 99
+    gather, world.copies.least_pieces = world.device.copy, 99
 
     def second(*given: Any, **how: Any) -> None:
         gather(*given, **how)
@@ -650,9 +651,8 @@ def behind_a_bus(kv: KV, *faults: str) -> list[Copies]:
         streams = Eager(seed, *faults)
         slots = shared or SlotPool(1 << 18)
         slots.register(streams.pin, streams.unpin, 1 << 18)
-        pool.copies = Copies(
-            *(streams, pool.arena, slots), most_bytes=1 << 18, kernel_bytes=8191, least_pieces=3
-        )
+        pool.copies = Copies(streams, pool.arena, slots, most_bytes=1 << 18)
+        pool.copies.kernel_bytes, pool.copies.least_pieces = 8191, 3
     return [pool.copies for pool in pools]
 
 
@@ -691,7 +691,6 @@ def answer_apart(monkeypatch: pytest.MonkeyPatch, *limits: str) -> None:
     """The host tier answers by its threads, however small the items are."""
     for name in limits:
         monkeypatch.setattr(host, name, 1)
-    monkeypatch.setattr(host, "_compiled", lambda: True)
 
 
 def close(kv: KV, copies: Copies) -> None:
@@ -852,7 +851,7 @@ def test_digests_of_pages_that_leave_are_made_on_the_device(codec: str, kernel: 
     kv = make_kv(wide(), pages=12, tiers=[tier], prefetch="off", **forms)
     (copies,) = behind_a_bus(kv)
     copies.slots.n_bytes, copies.most_bytes = 1 << 26, 1 << 26
-    copies._kernel_bytes, copies._least_pieces = 1 << 20 if kernel else 0, 1
+    copies.kernel_bytes, copies.least_pieces = 1 << 20 if kernel else 0, 1
     submit = tier.submit_store
 
     def compared(items: Sequence[Store], **options: Any) -> int:

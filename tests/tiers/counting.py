@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.inside import GRANULE_BYTES, host, mover, tiers_digest, tiers_frame, transfer
+from tests.inside import GRANULE_BYTES, host, mover, tiers_digest, tiers_frame
 
 
 class Counting:
@@ -85,4 +85,3 @@ class Touching:
         patch.setattr(host.np, "copyto", copied)
         patch.setattr(mover, "copied", from_memory)
         patch.setattr(tiers_frame, "digests", digested)
-        patch.setattr(transfer, "COMPILED_BYTES", 0)

@@ -46,12 +46,6 @@ ENGINES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(autouse=True, params=["library", "compiled"])
-def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which of two ways headers and stripes are checked."""
-    monkeypatch.setattr(transfer, "COMPILED_BYTES", 1 if request.param == "compiled" else 1 << 40)
-
-
 class Rows:
     """Memory as a device has it, and loads into it."""
 
@@ -116,15 +110,13 @@ def test_they_arrive_without_a_copy(
 ) -> None:
     rows, names = Rows(), range(6)
     tier = filled(tmp_path, names, engine=ENGINES[engine]())
-    count, compiled = Touching(monkeypatch), transfer.COMPILED_BYTES == 1
-    expected = 0
+    count, expected = Touching(monkeypatch), 0
     for first, stripes in ((0, 0), (0, 0), (2, 1), (3, 0), (1, 4)):  # the first reads headers, too
         loads = [rows.load(n, first, stripes, unread=unread) for n in names]
         assert arrived(tier, loads) == [("hit", "")] * len(names)
         assert right(loads, names)
         expected += 0 if unread else sum(load.target.nbytes for load in loads)
-    assert not count.n_copied and count.n_bytes == (expected if compiled else count.n_bytes)
-    assert compiled or not unread or not count.n_bytes
+    assert not count.n_copied and count.n_bytes == expected
 
 
 def test_only_headers_go_into_staging_memory_and_only_once(tmp_path: Path) -> None:

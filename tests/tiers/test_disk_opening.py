@@ -8,7 +8,7 @@ import pytest
 
 from flowkv.tiers import Envelope, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from tests.inside import SAMPLES, Keyring, Lossless, digest, transfer
+from tests.inside import SAMPLES, Keyring, Lossless, digest
 
 from .frames import LAYOUT, answers, body_of, get, hits, info_of, key_of, outcomes, put, stored
 
@@ -24,12 +24,10 @@ def shrinking(name: int) -> bytes:
     return b"".join(bytes([byte, 63]) for byte in low)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_compressed_frames_beside_others_are_read_without_a_compressor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+    tmp_path: Path,
 ) -> None:
     """They were once taken for plain ones and dropped as foreign, in large batches."""
-    monkeypatch.setattr(transfer, "COMPILED_BYTES", 0 if compiled else 1 << 60)
     packs = Lossless(lambda: 1.0, decode_bytes_per_s=lambda: 1e12)
     writer = DiskTier(tmp_path, 8 << 20, threads=0, envelope=Envelope(lossless=packs))
     stores = [
@@ -73,11 +71,9 @@ def test_frames_of_the_other_integrity_are_replaced_when_they_are_stored_anew(
     assert hits(tier, ["a"]) == (way == "no key")
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 def test_a_frame_whose_integrity_was_damaged_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(transfer, "COMPILED_BYTES", 0 if compiled else 1 << 60)
     tier = DiskTier(tmp_path, 1 << 20)
     stored(tier, ["a"])
     tier.close()
@@ -93,10 +89,9 @@ def test_a_frame_whose_integrity_was_damaged_is_dropped(
 
 
 def test_what_checks_large_batches_is_compiled_when_a_tier_is_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Once it was compiled, for seconds, in the first restore on a machine, and then once more."""
-    monkeypatch.setattr(transfer, "COMPILED_BYTES", 0)
     names = [f"{n}" for n in range(9)]
     for known in (False, True):  # frames whose headers are read first, and those of this process
         tier = DiskTier(tmp_path, 8 << 20)

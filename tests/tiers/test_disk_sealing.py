@@ -20,7 +20,6 @@ from tests.inside import (
     Slot,
     header_bytes,
     seal_all,
-    transfer,
 )
 
 from .frames import answers, hits, info_of, key_of, outcomes, stored
@@ -28,8 +27,7 @@ from .frames import answers, hits, info_of, key_of, outcomes, stored
 SHAPES = [(1, 1), (1, 77), (1, 239), (1, 5001), (3, 4096), (40, 4096), (300, 4096), (16, 65_536)]
 
 
-def sealed(arena: Arena, least: int, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    monkeypatch.setattr(transfer, "COMPILED_BYTES", least)
+def sealed(arena: Arena) -> list[bytes]:
     frames = []
     for number, (stripes, step) in enumerate(SHAPES):
         start, size = header_bytes(stripes), stripes * step
@@ -48,10 +46,9 @@ def sealed(arena: Arena, least: int, monkeypatch: pytest.MonkeyPatch) -> list[by
     return data
 
 
-@pytest.mark.parametrize("least", [0, 1 << 40])
-def test_it_is_what_the_envelope_makes(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_what_the_envelope_makes() -> None:
     arena = Arena(16 << 20)
-    for number, data in enumerate(sealed(arena, least, monkeypatch)):
+    for number, data in enumerate(sealed(arena)):
         stripes, step = SHAPES[number]
         body = random.Random(number).randbytes(stripes * step + 3)[3:]
         made = Envelope().seal(key_of(number), info_of(step), body, generation=1000 + number)

@@ -47,11 +47,10 @@ class Counted(FilesEngine):
         super().submit(np.array(good, OPERATION))
 
 
-@pytest.fixture(autouse=True, params=["library", "compiled"])
-def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every stripe lies far from its header; and in which of two ways stripes are checked."""
+@pytest.fixture(autouse=True)
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stripe lies far from its header."""
     monkeypatch.setattr(transfer, "NEAR_BYTES", -1)
-    monkeypatch.setattr(transfer, "COMPILED_BYTES", 1 if request.param == "compiled" else 1 << 40)
 
 
 def filled(path: Path, names: Sequence[object], **options: Any) -> DiskTier:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowkv import Tier
-from flowkv.tiers import BadFrame, Load, Outcome, Store
+from flowkv.tiers import Load, Outcome, Store
 from tests.clock import together, without_threads
 from tests.inside import ConfigError, HostTier, ManualClock, StateError, host, tiers_digest
 
@@ -55,12 +55,11 @@ def test_what_is_erased_while_it_is_read_is_a_miss(monkeypatch: pytest.MonkeyPat
     tier = HostTier(1 << 20)
     stored(tier, ["a"])
 
-    def slow(*arguments: object) -> None:
-        tier.erase([key_of("a")])
-        raise BadFrame("digest", "half of it was overwritten when it was copied")
+    def slow(rows: object) -> list[int]:
+        tier.erase([key_of("a")])  # half of it was overwritten when it was copied
+        return [tiers_digest.REASONS.index("digest")]
 
-    monkeypatch.setattr(host, "verify_stripes", slow)
-    monkeypatch.setattr(host, "_compiled", lambda: False)
+    monkeypatch.setattr(tiers_digest, "check_known", slow)
     assert outcomes(get(tier, ["a"])) == [("miss", "")]
     assert tier.corrupt == 0
 
@@ -75,7 +74,8 @@ def test_full() -> None:
 
 
 def test_a_late_item_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_compiled", lambda: False)  # else four small ones are one call
+    monkeypatch.setattr(host, "THREADS", 1)
+    monkeypatch.setattr(host, "TOGETHER_BYTES", 1)  # else four small ones are one call
 
     class Slow(ManualClock):
         def now_ns(self) -> int:
@@ -162,7 +162,6 @@ def load_all(tier: HostTier, names: list[str], size: int, damaged: str = "") -> 
 
 def test_many_bytes_come_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "APART_BYTES", 1 << 14)
-    monkeypatch.setattr(host, "_compiled", lambda: True)
     tier, names = HostTier(1 << 20), ["a", "b", "c"]
     loads = load_all(tier, names, 8192, damaged="b")
     threads, begin, inner = set[str](), threading.Event(), tier._load_all
@@ -196,7 +195,6 @@ def test_many_bytes_are_stored_by_threads(threads: int, monkeypatch: pytest.Monk
     """An unsound frame, a full tier and a frame that is there are answered as ever."""
     monkeypatch.setattr(host, "THREADS", threads)
     monkeypatch.setattr(host, "TOGETHER_BYTES", 1 << 18)
-    monkeypatch.setattr(host, "_compiled", lambda: True)
     tier = HostTier(6 * HostTier(1).frame_bytes(1 << 17))
     odd = Store(key_of("odd"), info_of(1 << 17, stripe_bytes=100), memoryview(bytes(1 << 17)))
     items = [*many("abc"), odd, *many("defgh")]
@@ -221,7 +219,6 @@ def test_a_store_that_raises_occupies_nothing(
     where: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "TOGETHER_BYTES", 3 << 17)
-    monkeypatch.setattr(host, "_compiled", lambda: True)
     tier = HostTier(1 << 20)
     stored(tier, ["a"], 1 << 17)
     before = tier.used_bytes(), tier.slots.used_bytes, tier.slots.kept_bytes
@@ -273,7 +270,6 @@ def test_stores_loads_and_erasures_of_threads_agree(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(host, "APART_BYTES", 1)
     monkeypatch.setattr(host, "TOGETHER_BYTES", 1)
     monkeypatch.setattr(host, "THREADS", 2)
-    monkeypatch.setattr(host, "_compiled", lambda: True)
     tier, names = HostTier(5 * HostTier(1).frame_bytes(1 << 17)), "abcdefg"
     for turn in range(30):
         store = tier.submit_store(many(names))
@@ -305,7 +301,6 @@ def test_what_a_thread_does_not_carry_out_is_answered(
     monkeypatch.setattr(host, "APART_BYTES", 1)
     monkeypatch.setattr(host, "TOGETHER_BYTES", 1)
     monkeypatch.setattr(host, "THREADS", 1)
-    monkeypatch.setattr(host, "_compiled", lambda: True)
     clock = ManualClock()
     tier = HostTier(1 << 20, clock=clock)
     loads, inner = load_all(tier, ["a", "b"], 8192), tier._load_all
@@ -339,16 +334,6 @@ def test_what_a_thread_does_not_carry_out_is_answered(
         closing.join()
 
 
-def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "APART_BYTES", 1)
-    monkeypatch.setattr(host, "_compiled", lambda: False)
-    tier = HostTier(1 << 20)
-    monkeypatch.setattr("flowkv.tiers.digest.check_known", None)
-    loads = load_all(tier, ["a", "b", "c"], 8192, damaged="b")
-    found = outcomes(answers(tier, tier.submit_load(loads), 3))
-    assert found == [("hit", ""), ("miss", "digest"), ("hit", "")]
-
-
 # ---- beside a device that reaches the memory
 
 
@@ -372,7 +357,6 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if request.param == "together":
         for name in ("APART_BYTES", "TOGETHER_BYTES"):
             monkeypatch.setattr(host, name, 1)
-        monkeypatch.setattr(host, "_compiled", lambda: True)
 
 
 def loads_in_place(tier: HostTier, names: str, first: int = 0, stripes: int = 0) -> list[Load]:
@@ -482,10 +466,10 @@ def test_memory_that_no_device_reaches_is_not_lent() -> None:
         st.tuples(st.sampled_from("abcx"), st.integers(0, 3), st.integers(0, 3), st.integers(0, 6))
     )
 )
-def test_compiled_code_answers_many_as_the_interpreter_answers_each(
+def test_many_are_answered_as_each(
     wishes: list[tuple[str, int, int, int]],
 ) -> None:
-    def run(compiled: bool) -> list[object]:
+    def run(together: bool) -> list[object]:
         tier, found = HostTier(1 << 20), []
         load_all(tier, ["a", "b", "c"], 8192, damaged="c")
         items = []
@@ -494,10 +478,8 @@ def test_compiled_code_answers_many_as_the_interpreter_answers_each(
             target = target.toreadonly() if odd == 2 else target[::2] if odd == 3 else target
             layout = bytes(16) if odd == 4 else LAYOUT
             items.append(Load(key_of(name), target, layout, 0, first, stripes))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(host, "_compiled", lambda: compiled)
-            each = [items] if compiled else [[item] for item in items]
-            done = [answer for some in each for answer in tier._load_all(some)]
+        each = [items] if together else [[item] for item in items]
+        done = [answer for some in each for answer in tier._load_all(some)]
         for item, answer in zip(items, done, strict=True):
             there = bytes(item.target[: answer.n_bytes]) if answer.outcome is Outcome.HIT else b""
             found.append((answer, there))

@@ -127,11 +127,9 @@ def test_an_encrypted_frame_is_checked_by_its_tags(tmp_path: Path) -> None:
     assert outcomes(get(tier, "ab", SIZE)) == [("hit", "")] * 2
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 def test_a_slot_of_the_host_tier_is_kept_unread(
-    compiled: bool, untouched: list[int], monkeypatch: pytest.MonkeyPatch
+    untouched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "_compiled", lambda: compiled)
     tier, copies = HostTier(MIB), []
     monkeypatch.setattr(host.np, "copyto", lambda *both: copies.append(both))
     tier.slots.register(lambda *_: "", lambda _: None)

@@ -9,11 +9,13 @@ two that agree are followed.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from flowkv.core.errors import ConfigError
 from flowkv.policy.restore.policy import Costs, RestoreRequest, Span
@@ -27,7 +29,7 @@ _FAR = 2.0
 Form = tuple[float, float, float]
 """Seconds of one layer of a chunk: fixed, per token, and per pair of a token and an earlier one."""
 
-_SHAPES = ((0, 1, 2), (0, 1), (1, 2), (1,))
+_SHAPES = slice(0, 3), slice(0, 2), slice(1, 3), slice(1, 2)
 """Terms to fit, in order of trust, until the fit is valid."""
 
 
@@ -130,8 +132,7 @@ class _Chunks:
         self._found: Form = (0.0, 1.0, 0.0)
         self.sure, self.against_prior = False, 1.0
         self.samples = 0
-        self._square = [[0.0] * 3 for _ in range(3)]
-        self._right = [0.0] * 3
+        self._square, self._right = np.zeros((3, 3)), np.zeros(3)
         self._last: deque[tuple[Form, float]] = deque(maxlen=_LAST)
         self._ratios: deque[float] = deque(maxlen=_LAST)
 
@@ -155,39 +156,27 @@ class _Chunks:
             believed = _times(self._found, sample)
             level = _median(took / _times(self._found, one) for one, took in tuple(self._last))
             seconds = min(max(seconds / level, believed / _FAR), believed * _FAR)
-        # Relative errors count: each sample is divided by its expected time.
-        for i, x in enumerate(sample):
-            self._right[i] = self._right[i] * _MEMORY + x * seconds / believed**2
-            for j, y in enumerate(sample):
-                self._square[i][j] = self._square[i][j] * _MEMORY + x * y / believed**2
+        row = np.array(sample) / believed  # relative errors count
+        self._square = self._square * _MEMORY + np.outer(row, row)
+        self._right = self._right * _MEMORY + row * (seconds / believed)
         found = next(filter(None, map(self._solved, _SHAPES)), None)
         if found is not None:
             self._found = found
             self.sure = self.samples >= _ENOUGH and found[0] > 0 and found[2] > 0
 
-    def _solved(self, which: tuple[int, ...]) -> Form | None:
+    def _solved(self, terms: slice) -> Form | None:
         """Solve least squares over some terms; None if they are collinear or one is below 0."""
-        scale = [self._square[i][i] ** 0.5 for i in which]
-        rows = [
-            [self._square[i][j] / (a * b) for j, b in zip(which, scale, strict=True)]
-            + [self._right[i] / a]
-            for i, a in zip(which, scale, strict=True)
-        ]
-        for k, row in enumerate(rows):
-            if row[k] < _SPREAD:
-                return None
-            for other in rows[k + 1 :]:
-                share = other[k] / row[k]
-                for column in range(k, len(row)):
-                    other[column] -= share * row[column]
-        answer = [0.0] * len(rows)
-        for k in range(len(rows) - 1, -1, -1):
-            known = sum(rows[k][j] * answer[j] for j in range(k + 1, len(rows)))
-            answer[k] = (rows[k][-1] - known) / rows[k][k]
-        form = [0.0] * 3
-        for i, value, by in zip(which, answer, scale, strict=True):
-            form[i] = value / by
-        return (form[0], form[1], form[2]) if min(form) >= 0 and max(form) > 0 else None
+        scale = np.sqrt(self._square.diagonal()[terms])
+        square, right = self._square[terms, terms] / np.outer(scale, scale), self._right[terms]
+        try:
+            pivots = np.linalg.cholesky(square).diagonal() ** 2
+        except np.linalg.LinAlgError:
+            return None
+        form = np.zeros(3)
+        if pivots.min() >= _SPREAD:
+            form[terms] = np.linalg.solve(square, right / scale) / scale
+        once, each, pair = found = form.tolist()
+        return (once, each, pair) if min(found) >= 0 and max(found) > 0 else None
 
 
 class _Link:
@@ -510,16 +499,10 @@ def crossing(
 
     Between neighbours both are taken as straight lines.
     """
-    if rising(first) >= falling(first):
-        return max(rising(first), falling(first))
-    if rising(last) <= falling(last):
+    last = bisect_left(range(last), True, first, key=lambda n: rising(n) >= falling(n))
+    if last == first or rising(last) <= falling(last):
         return max(rising(last), falling(last))
-    while last - first > 1:
-        middle = (first + last) // 2
-        if rising(middle) < falling(middle):
-            first = middle
-        else:
-            last = middle
+    first = last - 1
     before, after = falling(first) - rising(first), rising(last) - falling(last)
     share = before / (before + after)
     return rising(first) + share * (rising(last) - rising(first))

@@ -7,7 +7,9 @@ An executor of restores (virtual clock, emulated devices, torch, the cache) call
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -464,25 +466,11 @@ def best_split(
         best = Split(cap, max(computed_s, loaded_s))
     if computed_s <= loaded_s:
         return best
-    # Regula falsi (Illinois) on whole pages, until two neighbours hold the crossing.
-    high, over, under = cap, computed_s - loaded_s, both(low)
-    short, side = under[0] - under[1], 0
-    while short < 0 and high - low > unit:
-        guess = low + round((high - low) * short / (short - over))
-        guess = guess // unit * unit
-        guess = min(max(guess, low // unit * unit + unit), (high - 1) // unit * unit)
-        computed_s, loaded_s = both(guess)
-        if max(computed_s, loaded_s) < best.finish_s:
-            best = Split(guess, max(computed_s, loaded_s))
-        difference = computed_s - loaded_s
-        if difference < 0:
-            low, short = guess, difference
-            over = over / 2 if side < 0 else over
-            side = -1
-        else:
-            high, over = guess, difference
-            short = short / 2 if side > 0 else short
-            side = 1
+    pages = range(low // unit * unit + unit, cap, unit)
+    at = bisect_left(pages, True, key=lambda goal: operator.ge(*both(goal)))
+    for goal in pages[max(at - 1, 0) : at + 1]:
+        if (finish_s := max(both(goal))) < best.finish_s:
+            best = Split(goal, finish_s)
     return best
 
 

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -487,11 +488,9 @@ def _unused(taken: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[tuple[int
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
     """Yield first and count of each run of neighbours."""
-    start = 0
-    for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
-            yield numbers[start], at - start
-            start = at
+    for _, run in groupby(enumerate(numbers), lambda one: one[1] - one[0]):
+        (_, first), *others = run
+        yield first, 1 + len(others)
 
 
 # Recovery of a disk tier's index: replay of the journal, or of the slots if it is lost.

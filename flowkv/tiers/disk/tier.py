@@ -41,7 +41,6 @@ from flowkv.tiers.frame import (
     Header,
     aligned,
     count_stripes,
-    describe,
     fixed_fields,
     header_bytes,
     lay_out,
@@ -120,7 +119,7 @@ class Flight(Operations):
         memory: Staging slot.
         n_bytes: Bytes of the requested stripes.
         over: Whether the memory was given back.
-        header: The header, if it was read before the stripes, or is known.
+        header: The header, if it was read before the stripes.
         body_at: Offset of the stored stripes in `memory`.
         unread: Whether the caller verifies the stripes.
         check: Row of `digest.CHECK` for a plain frame, and `fields`, its expected fixed fields.
@@ -135,7 +134,7 @@ class Flight(Operations):
         super().__init__(items=(item,))
         self.item, self.held, self.over, self.known = item, held, False, known
         self.first, self.count, self.n_bytes = first, count, count * held.info.stripe_bytes
-        self.header = known and Header(item.key, held.info, bytes(known.values), held.seq)
+        self.header: Header | None = None
         unread = isinstance(item.wish, Load) and item.wish.unread
         self.body, self.unread = body, unread and body is not None
         self.body_at = held.header_bytes + first * held.info.stripe_bytes
@@ -275,19 +274,14 @@ class Stripes(Operations):
 
 # Checks of frames that were read: verified and copied to their targets, a batch at a time.
 #
-# Small batches are checked by the envelope. Large ones of plain frames go through one compiled call
-# (`tiers.digest`), which keeps its speed while the interpreter is busy elsewhere.
-
-COMPILED_BYTES = 1 << 20
-"""Least bytes of a batch for the compiled check, which must be loaded once in a process."""
+# Plain frames go through one compiled call (`tiers.digest`), which keeps its speed while the
+# interpreter is busy elsewhere; others are opened by the envelope.
 
 
 def open_all(envelope: Envelope, flights: Sequence[Flight]) -> list[str]:
     """Verify frames and copy them to their targets; return "" or the reason of each `BadFrame`."""
     some = [flight for flight in flights if plain(flight.held) and envelope.integrity == "xxh3"]
-    if sum(flight.n_bytes for flight in some) < COMPILED_BYTES:
-        return [_open_one(envelope, flight) for flight in flights]
-    found = dict(zip(some, _open_compiled(some), strict=True))
+    found = dict(zip(some, _open_compiled(some), strict=True)) if some else {}
     return [found[one] if one in found else _open_one(envelope, one) for one in flights]
 
 
@@ -297,9 +291,8 @@ def _open_one(envelope: Envelope, flight: Flight) -> str:
     assert target is not None  # the item is claimed
     try:
         header = flight.header or _read_header(envelope, flight)
-        stored = target if flight.body is not None else flight.memory.view[flight.body_at :]
-        if not flight.unread:
-            envelope.open(header, stored, target, flight.first, flight.count)
+        stored = flight.memory.view[flight.body_at :]
+        envelope.open(header, stored, target, flight.first, flight.count)
     except BadFrame as error:
         return error.reason
     return ""
@@ -334,25 +327,17 @@ def _open_compiled(flights: Sequence[Flight]) -> list[str]:
 
 def seal_all(flights: Sequence[Flight]) -> None:
     """Write headers and claimed bodies to the memory of stores, which were checked before."""
-    compiled = sum(one.item.n_bytes for one in flights) >= COMPILED_BYTES
+    from flowkv.tiers.digest import SEAL, seal_frames
+
     rows = list[tuple[int, ...]]()
     for flight in flights:
         held, memory, body = flight.held, flight.memory, flight.item.memory
         assert body is not None  # the item is claimed
-        start, what = held.header_bytes, (flight.item.key, held.info)
-        if compiled:
-            blank = bytes(DIGEST_BYTES * held.stripes)
-            memory.view[:start] = lay_out(Header(*what, blank, held.seq))
-            span = address_of(body), memory.address + start, held.info.stripe_bytes, held.stripes
-            rows.append((memory.address, start, *span))
-        else:
-            copy = memory.view[start : start + body.nbytes]
-            copy[:] = body
-            memory.view[:start] = pack_header(describe(*what, copy, held.seq))
-    if compiled:
-        from flowkv.tiers.digest import SEAL, seal_frames
-
-        seal_frames(np.array(rows, SEAL))
+        start, blank = held.header_bytes, bytes(DIGEST_BYTES * held.stripes)
+        memory.view[:start] = lay_out(Header(flight.item.key, held.info, blank, held.seq))
+        span = address_of(body), memory.address + start, held.info.stripe_bytes, held.stripes
+        rows.append((memory.address, start, *span))
+    seal_frames(np.array(rows, SEAL))
 
 
 # The scheduler of a disk tier: it serves all requests with few batches for the engine.
@@ -1133,11 +1118,10 @@ class DiskTier(Handle):
         try:
             if arena is None:
                 own = arena = Arena(min(STAGING_BYTES, max(1 << 21, capacity_bytes)))
-            if engine is None:
-                engine = open_engine(arena, str(self._store.path))
-                from flowkv.tiers.digest import compile_frames
+            from flowkv.tiers.digest import compile_frames
 
-                compile_frames()  # so that the first restore does not wait for it
+            compile_frames()  # so that the first restore does not wait for it
+            engine = engine or open_engine(arena, str(self._store.path))
             self._store.open(engine.open)
             self._wishes = RequestQueue(clock or SystemClock(), queue_bytes)
             super().__init__(name or f"disk:{printable}", self._wishes.answers)
