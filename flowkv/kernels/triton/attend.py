@@ -28,6 +28,7 @@ from flowkv.kernels.triton.many import (
     cut_of,
     partials,
     prefill,
+    rows_of,
     store_block,
     weigh,
 )
@@ -44,7 +45,7 @@ from flowkv.kernels.triton.task import (
     tile_of,
     upcast,
 )
-from flowkv.kernels.triton.tile import LOWEST, load, locate, row_at, sight_of, unit_of
+from flowkv.kernels.triton.tile import LOWEST, add_tiles, load, locate, row_at, sight_of, unit_of
 
 # Attention over latents (MLA), in Triton: one KV head, its values the first dims of its keys.
 #
@@ -59,15 +60,16 @@ from flowkv.kernels.triton.tile import LOWEST, load, locate, row_at, sight_of, u
 
 
 @triton.jit
-def latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slope, b_tree, n_tokens,
-                context, scale, softcap, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def latent_tile(soft, t, query, place, sight, scores, MASK: tl.constexpr, C: tl.constexpr):
     """Add a tile of tokens to the running softmax (m, l, acc) of a block of query rows."""
-    p_page, o_slot, position = locate(t, p_run, p_line, C)
+    b_m, b_l, b_acc = soft
+    b_q, b_q_rest = query
+    p_page, o_slot, position = locate(t, place[0], place[1], C)
     o_t = tl.arange(0, C.TILE)
     o_v = tl.arange(0, C.DV)
     o_d = tl.arange(0, C.REST)
     b_at = position + o_t
-    m_t = (b_at < n_tokens) & (o_slot + o_t < C.PAGE)
+    m_t = (b_at < sight[3]) & (o_slot + o_t < C.PAGE)
     m_v = (o_v < C.VALUE_DIM)[None, :]
     m_k = (o_d < C.HEAD_DIM - C.VALUE_DIM)[:, None]
     if MASK:  # a slot without a token may hold anything, NaN included
@@ -80,8 +82,8 @@ def latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen, b_slop
                MASK or C.REST != C.HEAD_DIM - C.VALUE_DIM, C.UPCAST)  # fmt: skip
     b_s = tl.dot(b_q, tl.trans(b_v), out_dtype=tl.float32, input_precision="ieee")
     b_s = tl.dot(b_q_rest, b_k, acc=b_s, out_dtype=tl.float32, input_precision="ieee")
-    b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, MASK, C)
-    unit = unit_of(scale, C)
+    b_s = weigh(b_s, b_at, m_t, sight, scores, MASK, C)
+    unit = unit_of(scores[0], C)
     b_top = tl.maximum(b_m, tl.max(b_s, axis=1))
     b_fade = tl.math.exp2((b_m - b_top) * unit)
     b_p = tl.math.exp2(b_s * unit - (b_top * unit)[:, None])
@@ -107,9 +109,7 @@ def attend_latent(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p
     o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
     o_v = tl.arange(0, C.DV)
     o_d = tl.arange(0, C.REST)
-    o_token = (start + o_r // C.GROUP).to(tl.int64)
-    o_head = o_r % C.GROUP
-    m_r = o_r < n_new * C.GROUP
+    o_token, o_head, m_r = rows_of(o_r, start, n_new, 0, C)
     p_rows_q = p_q + (o_token * stride_token + o_head * stride_head)[:, None]
     b_q = load(p_rows_q + o_v[None, :], m_r[:, None] & (o_v < C.VALUE_DIM)[None, :], True, C.UPCAST)
     m_rest = m_r[:, None] & (o_d < C.HEAD_DIM - C.VALUE_DIM)[None, :]
@@ -118,23 +118,13 @@ def attend_latent(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p
         b_q = b_q.to(p_arena.dtype.element_ty)
         b_q_rest = b_q_rest.to(p_arena.dtype.element_ty)
 
-    b_m = tl.full([C.BLOCK], LOWEST, tl.float32)
-    b_l = tl.full([C.BLOCK], 0, tl.float32)
-    b_acc = tl.full([C.BLOCK, C.DV], 0, tl.float32)
-    context = n_tokens - n_new
-    b_seen, b_slope, b_tree = sight_of(
-        o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C)  # fmt: skip
-    t0, f0, f1, t1 = block_tiles(page, n_pages, i_block, n_new, n_tokens, C)
-    for t in tl.range(f0, f1, num_stages=C.STAGES):
-        b_m, b_l, b_acc = latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen,
-                                      b_slope, b_tree, n_tokens, context, scale, softcap,
-                                      C.PAGE % C.TILE != 0, C)  # fmt: skip
-    n_head = f0 - t0
-    for i in tl.range(0, n_head + t1 - f1, num_stages=1):
-        t = tl.where(i < n_head, t0 + i, f1 + i - n_head)
-        b_m, b_l, b_acc = latent_tile(b_q, b_q_rest, b_m, b_l, b_acc, t, p_run, p_line, b_seen,
-                                      b_slope, b_tree, n_tokens, context, scale, softcap, True,
-                                      C)  # fmt: skip
+    b_none = tl.full([C.BLOCK], 0, tl.float32)
+    soft = b_none + LOWEST, b_none, tl.full([C.BLOCK, C.DV], 0, tl.float32)
+    sight = sight_of(
+        o_r, o_token, o_head, m_r, n_tokens - n_new, n_tokens, p_alibi, p_tree, C)  # fmt: skip
+    seen = block_tiles(page, n_pages, i_block, n_new, n_tokens, C)
+    query, place, scores = (b_q, b_q_rest), (p_run, p_line), (scale, softcap)
+    b_m, b_l, b_acc = add_tiles(latent_tile, soft, seen, query, place, sight, scores, C)
     store_block(b_m * unit_of(scale, C), b_l, b_acc, p_out, p_lse, p_sinks, i_item,
                 o_token, o_head, C.GROUP, m_r, C)  # fmt: skip
 

@@ -29,6 +29,7 @@ from flowkv.kernels.triton.tile import (
     LN2,
     LOG2E,
     LOWEST,
+    add_tiles,
     cap,
     first_page,
     load,
@@ -111,24 +112,38 @@ def page_of_tile(t, p_run, p_line, o_spare, n_spare, C: tl.constexpr):
 
 
 @triton.jit
-def weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, MASK: tl.constexpr,
-          C: tl.constexpr):  # fmt: skip
+def rows_of(o_r, start, n_new, i_head, C: tl.constexpr):
+    """Return (packed tokens, query heads, mask) of the query rows o_r of a KV head."""
+    o_token = (start + o_r // C.GROUP).to(tl.int64)
+    return o_token, i_head * C.GROUP + o_r % C.GROUP, o_r < n_new * C.GROUP
+
+
+@triton.jit
+def load_queries(p_q, rows, stride_token, stride_head, dtype: tl.constexpr, C: tl.constexpr):
+    """Load the queries `[BLOCK, D]` of `rows_of`, as elements of pages."""
+    o_token, o_head, m_r = rows
+    o_d = tl.arange(0, C.D)
+    o_q = o_token * stride_token + o_head * stride_head
+    m_q = m_r[:, None] & (o_d < C.HEAD_DIM)[None, :]
+    b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, C.UPCAST)
+    return b_q if C.UPCAST else b_q.to(dtype)
+
+
+@triton.jit
+def weigh(b_s, b_at, m_t, sight, scores, MASK: tl.constexpr, C: tl.constexpr):
     """Return scores `[BLOCK, TILE]` of the tokens at b_at, in units of `unit_of`; -inf if hidden.
 
     Args:
         b_s: Products of queries and keys.
         b_at: `[TILE]` positions.
         m_t: `[TILE]`, mask of the slots that hold tokens.
-        b_seen: `[BLOCK]`: each query sees the positions below.
-        b_slope: `[BLOCK]`, slopes of ALiBi.
-        b_tree: `[BLOCK]`, bits of the new tokens that a query sees.
-        context: Position of the row's first new token.
-        scale: Scale of the products.
-        softcap: Softcap of the scaled products.
+        sight: What the queries see (`sight_of`).
+        scores: Scale of the products, and the softcap of the scaled ones.
         MASK: Whether anything may be hidden.
         C: Constants of the kernel (`launch.Constants`).
     """
-    b_s = cap(b_s, scale, softcap, C)
+    b_seen, b_slope, b_tree, _, context = sight
+    b_s = cap(b_s, scores[0], scores[1], C)
     if C.ALIBI:
         b_s += b_slope[:, None] * (b_at[None, :] + 1 - b_seen[:, None]).to(tl.float32)
     if MASK:
@@ -209,19 +224,13 @@ def mass_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_alibi, p_tre
         b_k = load(p_k + o_t[None, :] * C.HEAD_DIM + o_d[:, None], m_k, True, C.UPCAST)
         for i in tl.range(0, n_new * C.GROUP, C.BLOCK, num_stages=1):
             o_r = i + tl.arange(0, C.BLOCK)
-            o_token = (start + o_r // C.GROUP).to(tl.int64)
-            o_head = i_head * C.GROUP + o_r % C.GROUP
-            m_r = o_r < n_new * C.GROUP
-            o_q = o_token * stride_token + o_head * stride_head
-            m_q = m_r[:, None] & (o_d < C.HEAD_DIM)[None, :]
-            b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, C.UPCAST)
-            if not C.UPCAST:
-                b_q = b_q.to(p_arena.dtype.element_ty)
+            rows = rows_of(o_r, start, n_new, i_head, C)
+            b_q = load_queries(p_q, rows, stride_token, stride_head, p_arena.dtype.element_ty, C)
+            o_token, o_head, m_r = rows
             b_lse = tl.load(p_lse + o_token * n_heads * C.GROUP + o_head, mask=m_r, other=0.0)
-            b_seen, b_slope, b_tree = sight_of(
-                o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C)  # fmt: skip
+            sight = sight_of(o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C)
             b_s = tl.dot(b_q, b_k, out_dtype=tl.float32, input_precision="ieee")
-            b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, True, C)
+            b_s = weigh(b_s, b_at, m_t, sight, (scale, softcap), True, C)
             b_log = b_s * unit_of(scale, C) - (b_lse * LOG2E)[:, None]
             m_s = m_r[:, None] & (b_s > -float("inf"))
             b_mass += tl.sum(tl.where(m_s, tl.math.exp2(b_log), 0.0), axis=1)
@@ -257,9 +266,10 @@ INVARIANT_TOKENS = 4096
 
 
 @triton.jit
-def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, b_slope, b_tree,
-              n_tokens, context, scale, softcap, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def many_tile(soft, t, b_q, place, sight, scores, MASK: tl.constexpr, C: tl.constexpr):
     """Add a tile of tokens to the running softmax (m, l, acc) of a block of query rows."""
+    b_m, b_l, b_acc = soft
+    p_run, p_line, o_spare, n_spare = place
     p_page, o_slot, position = page_of_tile(t, p_run, p_line, o_spare, n_spare, C)
     o_t = tl.arange(0, C.TILE)
     o_d = tl.arange(0, C.D)
@@ -267,7 +277,7 @@ def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, 
     m_k = (o_d < C.HEAD_DIM)[:, None]
     m_v = (o_v < C.VALUE_DIM)[None, :]
     b_at = position + o_t
-    m_t = (b_at < n_tokens) & (o_slot + o_t < C.PAGE)
+    m_t = (b_at < sight[3]) & (o_slot + o_t < C.PAGE)
     if MASK:  # a slot without a token may hold anything, NaN included
         m_k = m_k & m_t[None, :]
         m_v = m_v & m_t[:, None]
@@ -276,8 +286,8 @@ def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, 
     b_k = load(p_k + o_t[None, :] * C.HEAD_DIM + o_d[:, None], m_k, MASK or C.D != C.HEAD_DIM,
                C.UPCAST)  # fmt: skip
     b_s = tl.dot(b_q, b_k, out_dtype=tl.float32, input_precision="ieee")
-    b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, MASK, C)
-    unit = unit_of(scale, C)
+    b_s = weigh(b_s, b_at, m_t, sight, scores, MASK, C)
+    unit = unit_of(scores[0], C)
     b_top = tl.maximum(b_m, tl.max(b_s, axis=1))
     b_fade = tl.math.exp2((b_m - b_top) * unit)
     b_p = tl.math.exp2(b_s * unit - (b_top * unit)[:, None])
@@ -323,40 +333,21 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
         o_spare = spare_offset(
             p_spare, p_run, i_rank, i_head - head_low, n_columns, n_spare, C)  # fmt: skip
     o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
-    o_d = tl.arange(0, C.D)
-    o_token = (start + o_r // C.GROUP).to(tl.int64)
-    o_head = i_head * C.GROUP + o_r % C.GROUP
-    m_r = o_r < n_new * C.GROUP
-    o_q = o_token * stride_token + o_head * stride_head
-    m_q = m_r[:, None] & (o_d < C.HEAD_DIM)[None, :]
-    b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, C.UPCAST)
-    if not C.UPCAST:
-        b_q = b_q.to(p_arena.dtype.element_ty)
+    rows = rows_of(o_r, start, n_new, i_head, C)
+    b_q = load_queries(p_q, rows, stride_token, stride_head, p_arena.dtype.element_ty, C)
 
-    b_m = tl.full([C.BLOCK], LOWEST, tl.float32)
-    b_l = tl.full([C.BLOCK], 0, tl.float32)
-    b_acc = tl.full([C.BLOCK, C.DV], 0, tl.float32)
-    context = n_tokens - n_new
-    b_seen, b_slope, b_tree = sight_of(
-        o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C)  # fmt: skip
-    t0, f0, f1, t1 = block_tiles(page, n_pages, i_block, n_new, n_tokens, C)
-    for t in tl.range(f0, f1, num_stages=C.STAGES):
-        b_m, b_l, b_acc = many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare,
-                                    b_seen, b_slope, b_tree, n_tokens, context, scale, softcap,
-                                    C.PAGE % C.TILE != 0, C)  # fmt: skip
-    n_head = f0 - t0
-    for i in tl.range(0, n_head + t1 - f1, num_stages=1):
-        t = tl.where(i < n_head, t0 + i, f1 + i - n_head)
-        b_m, b_l, b_acc = many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare,
-                                    b_seen, b_slope, b_tree, n_tokens, context, scale, softcap,
-                                    True, C)  # fmt: skip
+    b_none = tl.full([C.BLOCK], 0, tl.float32)
+    soft = b_none + LOWEST, b_none, tl.full([C.BLOCK, C.DV], 0, tl.float32)
+    sight = sight_of(
+        o_r, rows[0], rows[1], rows[2], n_tokens - n_new, n_tokens, p_alibi, p_tree, C)  # fmt: skip
+    seen = block_tiles(page, n_pages, i_block, n_new, n_tokens, C)
+    place = p_run, p_line, o_spare, n_spare
+    b_m, b_l, b_acc = add_tiles(many_tile, soft, seen, b_q, place, sight, (scale, softcap), C)
     # There are no registers to hold the rows in, so they are computed again: the difference is
     # always 0, but unknown to the compiler.
     o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
     o_r += tl.load(p_starts + i_row, volatile=True) - start
-    o_token = (start + o_r // C.GROUP).to(tl.int64)
-    o_head = i_head * C.GROUP + o_r % C.GROUP
-    m_r = o_r < n_new * C.GROUP
+    o_token, o_head, m_r = rows_of(o_r, start, n_new, i_head, C)
     store_block(b_m * unit_of(scale, C), b_l, b_acc, p_out, p_lse, p_sinks,
                 i_item * n_heads + i_head, o_token, o_head, n_heads * C.GROUP, m_r, C)  # fmt: skip
 
