@@ -204,9 +204,7 @@ def _prepare(plan: DemoPlan, work: Path, tell: Tell, steps: int) -> tuple[_Meter
     if plan.threads:
         torch.set_num_threads(plan.threads)
     loaded = load(plan.model, dtype=plan.dtype, device=plan.device or None)
-    config = loaded.model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = getattr(text, "max_position_embeddings", None)
+    most = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
     workload = build_workload(loaded.encode, plan.sizes, most_tokens=most, chat=loaded.chat)
     meter = _Meter(loaded, plan, tell, total)
     meter.show("warming up")
@@ -272,7 +270,7 @@ def _pool_bytes(kv: flowkv.KV) -> int:
 def _drop_page_cache(directory: Path) -> None:
     """Ask the operating system to drop the files' contents, so that loads reach the disk."""
     for path in directory.rglob("*"):
-        if path.is_file() and hasattr(os, "posix_fadvise"):
+        if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)  # only clean pages are dropped
