@@ -132,7 +132,7 @@ def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell)
     asked, earlier = cases[-2:], cases[:-2]
     steps = (plan.repeats + 1) * 2 * len(asked) + len(earlier)
     meter, _ = _prepare(plan, work, tell, steps)
-    pool_bytes, attach_s, answers = 0, 0.0, dict[str, list[list[int]]]()
+    attach_s, answers = 0.0, dict[str, list[list[int]]]()
     for repeat in range(plan.repeats):
         for case in asked:
             meter.answer("recompute", case, whole=not repeat)
@@ -146,10 +146,8 @@ def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell)
             if not repeat:
                 for case in earlier:
                     answers[case.name] = meter.answer("check", case, kv, whole=True)
-            pool_bytes = pool_bytes or _pool_bytes(kv)
     return Findings(
         samples=meter.samples,
-        pool_bytes=pool_bytes,
         machine=_machine(meter.model, plan),
         attach_s=attach_s,
         talk=[
