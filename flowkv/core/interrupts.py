@@ -22,10 +22,8 @@ from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import Any, Generic, TypeVar, cast
 
-_NAMES = "INT TERM ALRM VTALRM PROF HUP QUIT USR1 USR2 XCPU BREAK"
-_SIGNALS = tuple(
-    int(getattr(signal, f"SIG{n}")) for n in _NAMES.split() if hasattr(signal, f"SIG{n}")
-)
+_NAMES = "INT TERM ALRM VTALRM PROF HUP QUIT USR1 USR2 XCPU"
+_SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES.split())
 _AGAIN_S = 0.001
 _MARK = "flowkv_signal"
 
@@ -130,7 +128,4 @@ def _busy(frame: FrameType | None) -> bool:
 def _again(number: int) -> None:
     time.sleep(_AGAIN_S)
     main = cast(int, threading.main_thread().ident)
-    if hasattr(signal, "pthread_kill"):  # this also wakes a thread that waits for a lock by now
-        signal.pthread_kill(main, number)
-    else:
-        _thread.interrupt_main(signal.Signals(number))
+    signal.pthread_kill(main, number)  # this also wakes a thread that waits for a lock by now

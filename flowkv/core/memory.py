@@ -35,9 +35,8 @@ def own_memory(n_bytes: int) -> memoryview:
         return memoryview(mmap.mmap(-1, max(n_bytes, 1), kind))[:n_bytes]
     mapped = mmap.mmap(-1, n_bytes + HUGE_BYTES, kind)
     skip = -address_of(memoryview(mapped)) % HUGE_BYTES
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: small ones must do
-            mapped.madvise(mmap.MADV_HUGEPAGE, skip, n_bytes // HUGE_BYTES * HUGE_BYTES)
+    with contextlib.suppress(OSError):  # a kernel without huge pages: small ones must do
+        mapped.madvise(mmap.MADV_HUGEPAGE, skip, n_bytes // HUGE_BYTES * HUGE_BYTES)
     return memoryview(mapped)[skip : skip + n_bytes]
 
 
@@ -52,10 +51,7 @@ def populate(address: int, n_bytes: int) -> None:
     The system clears memory when it is written for the first time, and in a virtual machine the
     host provides it only then: up to 2.5 ms for each MiB.
     """
-    try:
-        advise = ctypes.CDLL(None).madvise
-    except (AttributeError, OSError, TypeError):  # another system
-        return
+    advise = ctypes.CDLL(None).madvise
     advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     stop = address + n_bytes
     for at in range(address, stop, _TOUCH_BYTES):

@@ -308,8 +308,8 @@ class Findings(msgspec.Struct, kw_only=True):
 
     Attributes:
         samples: Measurements, in their order.
-        pool_bytes: Used bytes of the device pools at the end.
         machine: Device, threads and versions.
+        pool_bytes: Used bytes of the device pools at the end of the first process.
         attach_s: Time of attaching, with the opening of the store.
         fresh: Whether the store had none of these prompts before.
         cases: The requests.
@@ -318,8 +318,8 @@ class Findings(msgspec.Struct, kw_only=True):
     """
 
     samples: list[Sample]
-    pool_bytes: int
     machine: dict[str, Any]
+    pool_bytes: int = 0
     attach_s: float = 0.0
     fresh: bool = True
     cases: list[DemoCase] = []

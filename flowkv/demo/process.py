@@ -132,7 +132,7 @@ def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell)
     asked, earlier = cases[-2:], cases[:-2]
     steps = (plan.repeats + 1) * 2 * len(asked) + len(earlier)
     meter, _ = _prepare(plan, work, tell, steps)
-    pool_bytes, attach_s, answers = 0, 0.0, dict[str, list[list[int]]]()
+    attach_s, answers = 0.0, dict[str, list[list[int]]]()
     for repeat in range(plan.repeats):
         for case in asked:
             meter.answer("recompute", case, whole=not repeat)
@@ -146,10 +146,8 @@ def restore_phase(plan: DemoPlan, work: Path, cases: list[DemoCase], tell: Tell)
             if not repeat:
                 for case in earlier:
                     answers[case.name] = meter.answer("check", case, kv, whole=True)
-            pool_bytes = pool_bytes or _pool_bytes(kv)
     return Findings(
         samples=meter.samples,
-        pool_bytes=pool_bytes,
         machine=_machine(meter.model, plan),
         attach_s=attach_s,
         talk=[
@@ -204,9 +202,7 @@ def _prepare(plan: DemoPlan, work: Path, tell: Tell, steps: int) -> tuple[_Meter
     if plan.threads:
         torch.set_num_threads(plan.threads)
     loaded = load(plan.model, dtype=plan.dtype, device=plan.device or None)
-    config = loaded.model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = getattr(text, "max_position_embeddings", None)
+    most = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
     workload = build_workload(loaded.encode, plan.sizes, most_tokens=most, chat=loaded.chat)
     meter = _Meter(loaded, plan, tell, total)
     meter.show("warming up")
@@ -272,7 +268,7 @@ def _pool_bytes(kv: flowkv.KV) -> int:
 def _drop_page_cache(directory: Path) -> None:
     """Ask the operating system to drop the files' contents, so that loads reach the disk."""
     for path in directory.rglob("*"):
-        if path.is_file() and hasattr(os, "posix_fadvise"):
+        if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)  # only clean pages are dropped

@@ -45,11 +45,6 @@ IMPLEMENTATIONS: dict[tuple[str, str], dict[str, str]] = {
 }
 
 
-def operations() -> tuple[str, ...]:
-    """Return the names of all operations, in the order of the table."""
-    return tuple(dict.fromkeys(op for op, _ in IMPLEMENTATIONS))
-
-
 @cache
 def resolve(op: str, codec: str, backend: str) -> Callable[..., Any]:
     """Return the function that serves `op` on pages of `codec`; import its module on first use.
@@ -64,11 +59,6 @@ def resolve(op: str, codec: str, backend: str) -> Callable[..., Any]:
         known = ", ".join(c for o, c in IMPLEMENTATIONS if o == op) or "none"
         raise ConfigError(
             f"operation {op!r} has no kernel for codec {codec!r}", f"Use a codec of: {known}"
-        )
-    if backend not in backends:
-        raise ConfigError(
-            f"operation {op!r} on codec {codec!r} has no {backend!r} kernel",
-            f"Pass backend={next(iter(backends))!r}, or move the tensors to another device",
         )
     module, _, name = backends[backend].partition(":")
     try:

@@ -45,7 +45,7 @@ def test_oracle_twin_and_kernel(op: str, codec: str) -> None:
 
 
 def test_every_operation_is_public_and_benched() -> None:
-    public = {*registry.operations(), *MOVES} - {"move_pages"}
+    public = {*(op for op, _ in ENTRIES), *MOVES} - {"move_pages"}
     assert public <= set(kernels.__all__)
     path = ROOT / "bench" / "bench_kernels.py"
     groups = {
@@ -87,8 +87,6 @@ def test_a_missing_backend_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
     registry.resolve.cache_clear()
     with pytest.raises(ConfigError, match="backend='reference'"):
         registry.resolve(*key, "triton")
-    with pytest.raises(ConfigError, match="has no 'cpu' kernel"):
-        registry.resolve(*key, "cpu")
     monkeypatch.undo()
     registry.resolve.cache_clear()
 
@@ -134,7 +132,7 @@ def test_machine_code_is_kept_under_the_digest_of_all_sources() -> None:
     from tests.inside import entries as cpu_entries
 
     names = [name for name in vars(cpu_entries) if hasattr(getattr(cpu_entries, name), "py_func")]
-    assert len(names) == 13
+    assert len(names) == 12
     for name in names:
         cache = getattr(cpu_entries, name)._cache
         assert cache._cache_file._source_stamp[1] == cpu_entries.STAMP

@@ -174,31 +174,6 @@ def _int32_at(address, i):
 
 
 @njit(**PART)
-def append(a, part, parts):
-    """Write packed tokens into pages; the slice is a range of all tokens of the batch.
-
-    a: k, v, arena (with layer offset), table, rows, lengths, starts; B, Hk, P, bytes of a K row and
-    a V row, run bytes, V offset, table stride, then byte strides of k and v by token and head.
-    """
-    k, v, arena, table, rows, lengths, starts = a[0], a[1], a[2], a[3], a[4], a[5], a[6]
-    size, k_bytes, v_bytes = a[9], a[10], a[11]
-    tokens = _int32_at(starts, a[7])
-    low, high = tokens * part // parts, tokens * (part + 1) // parts
-    for b in range(a[7]):
-        first, end = _int32_at(starts, b), _int32_at(starts, b + 1)
-        shift = _int32_at(lengths, b) - end  # position of packed token n is n + shift
-        line = table + 4 * a[14] * _int32_at(rows, b)
-        for n in range(max(first, low), min(end, high)):
-            page, t = (n + shift) // size, (n + shift) % size
-            run = arena + GRANULE * _int32_at(line, page)
-            for h in range(a[8]):
-                memcpy(run + t * k_bytes, k + n * a[15] + h * a[16], k_bytes)
-                memcpy(run + a[13] + t * v_bytes, v + n * a[17] + h * a[18], v_bytes)
-                run += a[12]
-    return high - low
-
-
-@njit(**PART)
 def _page(a, side, n):
     """Return the address of page n of a side of a copy."""
     line = a[side + 1]
@@ -297,7 +272,10 @@ _INLINE = {**_ROTARY_JIT, "forceinline": True}
 
 @njit(**_INLINE)
 def _rotate(to, of, cos, sin, pairs, interleaved, like):
-    """Write the rotation of the 2 * pairs elements at `of` to `to`, which must not overlap."""
+    """Write the rotation of the 2 * pairs elements at `of` to `to`: elsewhere, or in place.
+
+    It is inlined, so that LLVM sees when both are one pointer and vectorises the loops then, too.
+    """
     if interleaved:
         for i in range(pairs):
             x, y, c, s = widen(of[2 * i]), widen(of[2 * i + 1]), cos[i], sin[i]
@@ -312,37 +290,31 @@ def _rotate(to, of, cos, sin, pairs, interleaved, like):
 
 
 @njit(**_INLINE)
-def _rotate_here(p, cos, sin, pairs, interleaved, like):
-    """Rotate the 2 * pairs elements at `p` in place, four times faster than `_rotate` from p to p.
-
-    LLVM vectorises loops only if later iterations do not read what earlier ones wrote, and checks
-    that at run time for any two pointers, also for equal ones.
-    """
-    if interleaved:
-        for i in range(pairs):
-            x, y, c, s = widen(p[2 * i]), widen(p[2 * i + 1]), cos[i], sin[i]
-            p[2 * i] = narrow(x * c - y * s, like)
-            p[2 * i + 1] = narrow(y * c + x * s, like)
-        return
-    p_y = ahead(p, pairs)
-    for i in range(pairs):
-        x, y, c, s = widen(p[i]), widen(p_y[i]), cos[i], sin[i]
-        p[i] = narrow(x * c - y * s, like)
-        p_y[i] = narrow(y * c + x * s, like)
+def _rotate_key(target, source, position, n_bytes, turn, likes):
+    """Write the key at address `source` to `target`, rotated by the line of a position."""
+    like_of, like = likes
+    pairs, start = turn[2], turn[3]
+    cos = pointer(turn[0] + 4 * pairs * position, np.float32(0))
+    sin = pointer(turn[1] + 4 * pairs * position, np.float32(0))
+    of, to = pointer(source, like_of), pointer(target, like)
+    for d in range(start):
+        to[d] = narrow(widen(of[d]), like)
+    _rotate(ahead(to, start), ahead(of, start), cos, sin, pairs, turn[4] != 0, like)
+    for d in range(start + 2 * pairs, n_bytes // turn[5]):
+        to[d] = narrow(widen(of[d]), like)
 
 
 @njit(**_ROTARY_JIT)
-def append_rotary(a, turn, likes, part, parts):
-    """Write packed tokens into pages, with rotated keys; operands `a` are those of `append`.
+def append(a, turn, likes, part, parts):
+    """Write packed tokens into pages; the slice is a range of all tokens of the batch.
 
+    a: k, v, arena (with layer offset), table, rows, lengths, starts; B, Hk, P, bytes of a K row and
+    a V row, run bytes, V offset, table stride, then byte strides of k and v by token and head.
     turn: addresses of cos and sin, pairs, first rotated dim, whether interleaved, bytes of an
-    element of a page. `likes` are the types of an element of a packed key and of a page.
+    element of a page; None (a constant) for keys that stay as they are. `likes` are the types of an
+    element of a packed key and of a page.
     """
-    like_of, like = likes
-    pairs, start, interleaved = turn[2], turn[3], turn[4] != 0
-    arena, starts = a[2], a[6]
-    size, k_bytes, v_bytes = a[9], a[10], a[11]
-    dims, rotated = k_bytes // turn[5], start + 2 * pairs
+    starts, size, k_bytes, v_bytes = a[6], a[9], a[10], a[11]
     tokens = _int32_at(starts, a[7])
     low, high = tokens * part // parts, tokens * (part + 1) // parts
     for b in range(a[7]):
@@ -351,17 +323,13 @@ def append_rotary(a, turn, likes, part, parts):
         line = a[3] + 4 * a[14] * _int32_at(a[4], b)
         for n in range(max(first, low), min(end, high)):
             page, t = (n + shift) // size, (n + shift) % size
-            cos = pointer(turn[0] + 4 * pairs * (n + shift), np.float32(0))
-            sin = pointer(turn[1] + 4 * pairs * (n + shift), np.float32(0))
-            run = arena + GRANULE * _int32_at(line, page)
+            run = a[2] + GRANULE * _int32_at(line, page)
             for h in range(a[8]):
-                of = pointer(a[0] + n * a[15] + h * a[16], like_of)
-                to = pointer(run + t * k_bytes, like)
-                for d in range(start):
-                    to[d] = narrow(widen(of[d]), like)
-                _rotate(ahead(to, start), ahead(of, start), cos, sin, pairs, interleaved, like)
-                for d in range(rotated, dims):
-                    to[d] = narrow(widen(of[d]), like)
+                key = a[0] + n * a[15] + h * a[16]
+                if turn is None:
+                    memcpy(run + t * k_bytes, key, k_bytes)
+                else:
+                    _rotate_key(run + t * k_bytes, key, n + shift, k_bytes, turn, likes)
                 memcpy(run + a[13] + t * v_bytes, a[1] + n * a[17] + h * a[18], v_bytes)
                 run += a[12]
     return high - low
@@ -387,7 +355,8 @@ def reposition(a, turn, like, part, parts):
         key = a[0] + GRANULE * _int32_at(a[1], n) + layer * a[9] + head * a[8]
         key += turn[3] * turn[5]
         for _ in range(a[6]):
-            _rotate_here(pointer(key, like), cos, sin, pairs, interleaved, like)
+            keys = pointer(key, like)
+            _rotate(keys, keys, cos, sin, pairs, interleaved, like)
             key += a[7]
     return units
 

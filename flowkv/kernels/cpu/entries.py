@@ -67,13 +67,13 @@ def append_step(a, layer, k, k_token, k_head, v, v_token, v_head):
     to[0], to[1], to[2], to[15], to[16], to[17], to[18] = (
         k, v, arena + layer, k_token, k_head, v_token, v_head,
     )  # fmt: skip
-    bits.append(to, 0, 1)
+    bits.append(to, None, None, 0, 1)
     to[2] = arena
 
 
 merge, gather_dense = entry_of(cpu_attend.merge), entry_of(cpu_attend.gather)
-append, append_rotary = entry_of(bits.append), entry_of(bits.append_rotary)
-reposition, drop_tokens = entry_of(bits.reposition), entry_of(bits.drop_tokens)
+append, drop_tokens = entry_of(bits.append), entry_of(bits.drop_tokens)
+reposition = entry_of(bits.reposition)
 checksum, recode = entry_of(bits.sum_blocks), entry_of(transcode.transcode)
 move_pages, digest_pages = entry_of(bits.move_pages), entry_of(bits.digest_pages)
 

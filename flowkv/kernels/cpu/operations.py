@@ -569,10 +569,10 @@ def append(
     a[17], a[18] = v_strides[0] * item, v_strides[1] * item
     n_bytes = k.shape[0] * layout.kv_heads * int(a[10] + a[11])
     if rope is None:
-        run(entries.append, n_bytes, a)
-        return
-    turn, likes = rotary_operands(rope, item), (LIKE[k.dtype], LIKE[dtype])
-    run(entries.append_rotary, n_bytes, a, turn, likes)
+        run(entries.append, n_bytes, a, None, None)
+    else:
+        turn, likes = rotary_operands(rope, item), (LIKE[k.dtype], LIKE[dtype])
+        run(entries.append, n_bytes, a, turn, likes)
 
 
 def append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:

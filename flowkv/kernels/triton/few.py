@@ -36,6 +36,7 @@ from flowkv.kernels.triton.task import BITS, REGISTERS, Task, lists_of, merge_fe
 from flowkv.kernels.triton.tile import (
     LOG2E,
     LOWEST,
+    add_tiles,
     cap,
     few_pages,
     few_rows,
@@ -120,12 +121,14 @@ MOST_UNITS = 64
 
 
 @triton.jit
-def few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_numbers, p_mass, b_seen, b_slope, b_tree,
-             n_tokens, context, scale, softcap, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def few_tile(soft, t, b_q, place, sight, scores, MASK: tl.constexpr, C: tl.constexpr):
     """Add a tile of tokens to the running softmax (m, l, acc) of all columns.
 
     MASS is the number of tiles of a page in p_mass, `[pages, MASS, Hk, COLUMNS]`.
     """
+    b_m, b_l, b_acc = soft
+    p_run, p_line, p_numbers, p_mass = place
+    b_seen, b_slope, b_tree, n_tokens, context = sight
     p_page, o_slot, position = locate(t, p_run, p_line, C)
     if C.LISTED:
         position = tl.load(p_numbers + t // tiles(C)) * C.PAGE + o_slot
@@ -146,13 +149,13 @@ def few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_numbers, p_mass, b_seen, 
     b_s = tl.dot(b_k, b_q, out_dtype=tl.float32, input_precision="ieee")
     b_v = load(p_v + o_t[None, :] * C.VALUE_DIM + o_v[:, None], m_v, MASK or C.DV != C.VALUE_DIM,
                C.UPCAST)  # fmt: skip
-    b_s = cap(b_s, scale, softcap, C)
+    b_s = cap(b_s, scores[0], scores[1], C)
     if C.ALIBI:
         b_s += b_slope[None, :] * (b_at[:, None] - (b_seen - 1)[None, :]).to(tl.float32)
     if MASK:
         m_s = visible(b_at[:, None], b_seen[None, :], b_tree[None, :], context, C)
         b_s = tl.where(m_t[:, None] & m_s, b_s, -float("inf"))
-    unit = unit_of(scale, C)
+    unit = unit_of(scores[0], C)
     b_top = tl.maximum(b_m, tl.max(b_s, axis=0))
     b_fade = tl.math.exp2((b_m - b_top) * unit)
     b_p = tl.math.exp2(b_s * unit - (b_top * unit)[None, :])
@@ -204,21 +207,19 @@ def few_share(i_share, n_shares, p_q, p_arena, p_table, p_rows, p_lengths, p_sta
             b_q = load(p_q + o_q[None, :] + o_d[:, None], m_q, True, C.UPCAST)
             if not C.UPCAST:
                 b_q = b_q.to(p_arena.dtype.element_ty)
-            b_m = tl.full([C.COLUMNS], LOWEST, tl.float32)
-            b_l = tl.full([C.COLUMNS], 0, tl.float32)
-            b_acc = tl.full([C.DV, C.COLUMNS], 0, tl.float32)
-            b_seen, b_slope, b_tree = sight_of(
-                o_c, o_token, o_head, m_c, context, n_tokens, p_alibi, p_tree, C)  # fmt: skip
-            p_to = p_mass
+            b_none = tl.full([C.COLUMNS], 0, tl.float32)
+            soft = b_none + LOWEST, b_none, tl.full([C.DV, C.COLUMNS], 0, tl.float32)
+            sight = sight_of(o_c, o_token, o_head, m_c, context, n_tokens, p_alibi, p_tree, C)
+            p_to = p_run  # not used
             if C.MASS > 0:
-                p_to += i_row.to(tl.int64) * stride_mass + i_head * C.COLUMNS + o_c
+                p_to = p_mass + (i_row.to(tl.int64) * stride_mass + i_head * C.COLUMNS + o_c)
             if C.LISTED:
                 o_list = i_row.to(tl.int64) * stride_list + tl.load(p_lists + n_rows + i_row)
                 p_line = p_granules + o_list
                 p_pages = p_numbers + o_list
-                t0, f0, f1, t1 = list_range(skip, take, n_pages,
-                                            tl.load(p_lists + 2 * n_rows + i_row),
-                                            tl.load(p_lists + 3 * n_rows + i_row), C)  # fmt: skip
+                n_edge = tl.load(p_lists + 2 * n_rows + i_row)
+                n_tail = tl.load(p_lists + 3 * n_rows + i_row)
+                seen = list_range(skip, take, n_pages, n_edge, n_tail, C)
             else:
                 p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
                 p_pages = p_line
@@ -227,18 +228,12 @@ def few_share(i_share, n_shares, p_q, p_arena, p_table, p_rows, p_lengths, p_sta
                     seen_least = context
                 if not C.CAUSAL:
                     seen_least = n_tokens
-                t0, f0, f1, t1 = tile_range(first_page(n_tokens, n_new, C) + skip, take, seen_least,
-                                            n_tokens, C)  # fmt: skip
-            for t in tl.range(f0, f1, num_stages=C.STAGES):
-                b_m, b_l, b_acc = few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_pages, p_to,
-                                           b_seen, b_slope, b_tree, n_tokens, context, scale,
-                                           softcap, C.PAGE % C.TILE != 0, C)  # fmt: skip
-            n_head = f0 - t0
-            for i in tl.range(0, n_head + t1 - f1, num_stages=1):
-                t = tl.where(i < n_head, t0 + i, f1 + i - n_head)
-                b_m, b_l, b_acc = few_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, p_pages, p_to,
-                                           b_seen, b_slope, b_tree, n_tokens, context, scale,
-                                           softcap, True, C)  # fmt: skip
+                page = first_page(n_tokens, n_new, C) + skip
+                seen = tile_range(page, take, seen_least, n_tokens, C)
+            place = p_run, p_line, p_pages, p_to
+            b_m, b_l, b_acc = add_tiles(
+                few_tile, soft, seen, b_q, place, sight, (scale, softcap), C
+            )
             o_part = segment.to(tl.int64) * tl.num_programs(1) + i_head
             o_part = o_part * C.COLUMNS + o_c
             store_partial(p_part, p_part_lse, o_part, m_c, b_m * unit_of(scale, C), b_l,

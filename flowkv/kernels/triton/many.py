@@ -6,7 +6,8 @@ run without masks. A short suffix over a long prefix has too few blocks to fill 
 cuts the pages of each block into chunks, and their partials are merged.
 
 Sealed pages are decoded before, once, into spare raw runs (`codec.unseal`), so that the same kernel
-with the same tensor-core instructions attends over rows of any codecs.
+with the same tensor-core instructions attends over rows of any codecs. Pages of latents have a
+kernel of their own, for rows of few and of many new tokens.
 """
 
 # ruff: noqa: PLR0913, PLR0917
@@ -20,15 +21,17 @@ import torch
 import triton
 import triton.language as tl
 
+from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import ITEMSIZE, PageLayout
 from flowkv.kernels.triton.codec import Spare, unseal
 from flowkv.kernels.triton.flight import prefilling
-from flowkv.kernels.triton.launch import Constants, Traits, given, launch, strides, traits
+from flowkv.kernels.triton.launch import Constants, Traits, given, launch, padded, strides, traits
 from flowkv.kernels.triton.task import REGISTERS, TAG, Task, merge_many, merge_parts, tile_of
 from flowkv.kernels.triton.tile import (
     LN2,
     LOG2E,
     LOWEST,
+    add_tiles,
     cap,
     first_page,
     load,
@@ -111,24 +114,38 @@ def page_of_tile(t, p_run, p_line, o_spare, n_spare, C: tl.constexpr):
 
 
 @triton.jit
-def weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, MASK: tl.constexpr,
-          C: tl.constexpr):  # fmt: skip
+def rows_of(o_r, start, n_new, i_head, C: tl.constexpr):
+    """Return (packed tokens, query heads, mask) of the query rows o_r of a KV head."""
+    o_token = (start + o_r // C.GROUP).to(tl.int64)
+    return o_token, i_head * C.GROUP + o_r % C.GROUP, o_r < n_new * C.GROUP
+
+
+@triton.jit
+def load_queries(p_q, rows, stride_token, stride_head, dtype: tl.constexpr, C: tl.constexpr):
+    """Load the queries `[BLOCK, D]` of `rows_of`, as elements of pages."""
+    o_token, o_head, m_r = rows
+    o_d = tl.arange(0, C.D)
+    o_q = o_token * stride_token + o_head * stride_head
+    m_q = m_r[:, None] & (o_d < C.HEAD_DIM)[None, :]
+    b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, C.UPCAST)
+    return b_q if C.UPCAST else b_q.to(dtype)
+
+
+@triton.jit
+def weigh(b_s, b_at, m_t, sight, scores, MASK: tl.constexpr, C: tl.constexpr):
     """Return scores `[BLOCK, TILE]` of the tokens at b_at, in units of `unit_of`; -inf if hidden.
 
     Args:
         b_s: Products of queries and keys.
         b_at: `[TILE]` positions.
         m_t: `[TILE]`, mask of the slots that hold tokens.
-        b_seen: `[BLOCK]`: each query sees the positions below.
-        b_slope: `[BLOCK]`, slopes of ALiBi.
-        b_tree: `[BLOCK]`, bits of the new tokens that a query sees.
-        context: Position of the row's first new token.
-        scale: Scale of the products.
-        softcap: Softcap of the scaled products.
+        sight: What the queries see (`sight_of`).
+        scores: Scale of the products, and the softcap of the scaled ones.
         MASK: Whether anything may be hidden.
         C: Constants of the kernel (`launch.Constants`).
     """
-    b_s = cap(b_s, scale, softcap, C)
+    b_seen, b_slope, b_tree, _, context = sight
+    b_s = cap(b_s, scores[0], scores[1], C)
     if C.ALIBI:
         b_s += b_slope[:, None] * (b_at[None, :] + 1 - b_seen[:, None]).to(tl.float32)
     if MASK:
@@ -209,19 +226,13 @@ def mass_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_alibi, p_tre
         b_k = load(p_k + o_t[None, :] * C.HEAD_DIM + o_d[:, None], m_k, True, C.UPCAST)
         for i in tl.range(0, n_new * C.GROUP, C.BLOCK, num_stages=1):
             o_r = i + tl.arange(0, C.BLOCK)
-            o_token = (start + o_r // C.GROUP).to(tl.int64)
-            o_head = i_head * C.GROUP + o_r % C.GROUP
-            m_r = o_r < n_new * C.GROUP
-            o_q = o_token * stride_token + o_head * stride_head
-            m_q = m_r[:, None] & (o_d < C.HEAD_DIM)[None, :]
-            b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, C.UPCAST)
-            if not C.UPCAST:
-                b_q = b_q.to(p_arena.dtype.element_ty)
+            rows = rows_of(o_r, start, n_new, i_head, C)
+            b_q = load_queries(p_q, rows, stride_token, stride_head, p_arena.dtype.element_ty, C)
+            o_token, o_head, m_r = rows
             b_lse = tl.load(p_lse + o_token * n_heads * C.GROUP + o_head, mask=m_r, other=0.0)
-            b_seen, b_slope, b_tree = sight_of(
-                o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C)  # fmt: skip
+            sight = sight_of(o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C)
             b_s = tl.dot(b_q, b_k, out_dtype=tl.float32, input_precision="ieee")
-            b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, True, C)
+            b_s = weigh(b_s, b_at, m_t, sight, (scale, softcap), True, C)
             b_log = b_s * unit_of(scale, C) - (b_lse * LOG2E)[:, None]
             m_s = m_r[:, None] & (b_s > -float("inf"))
             b_mass += tl.sum(tl.where(m_s, tl.math.exp2(b_log), 0.0), axis=1)
@@ -257,9 +268,10 @@ INVARIANT_TOKENS = 4096
 
 
 @triton.jit
-def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, b_slope, b_tree,
-              n_tokens, context, scale, softcap, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def many_tile(soft, t, b_q, place, sight, scores, MASK: tl.constexpr, C: tl.constexpr):
     """Add a tile of tokens to the running softmax (m, l, acc) of a block of query rows."""
+    b_m, b_l, b_acc = soft
+    p_run, p_line, o_spare, n_spare = place
     p_page, o_slot, position = page_of_tile(t, p_run, p_line, o_spare, n_spare, C)
     o_t = tl.arange(0, C.TILE)
     o_d = tl.arange(0, C.D)
@@ -267,7 +279,7 @@ def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, 
     m_k = (o_d < C.HEAD_DIM)[:, None]
     m_v = (o_v < C.VALUE_DIM)[None, :]
     b_at = position + o_t
-    m_t = (b_at < n_tokens) & (o_slot + o_t < C.PAGE)
+    m_t = (b_at < sight[3]) & (o_slot + o_t < C.PAGE)
     if MASK:  # a slot without a token may hold anything, NaN included
         m_k = m_k & m_t[None, :]
         m_v = m_v & m_t[:, None]
@@ -276,8 +288,8 @@ def many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare, b_seen, 
     b_k = load(p_k + o_t[None, :] * C.HEAD_DIM + o_d[:, None], m_k, MASK or C.D != C.HEAD_DIM,
                C.UPCAST)  # fmt: skip
     b_s = tl.dot(b_q, b_k, out_dtype=tl.float32, input_precision="ieee")
-    b_s = weigh(b_s, b_at, m_t, b_seen, b_slope, b_tree, context, scale, softcap, MASK, C)
-    unit = unit_of(scale, C)
+    b_s = weigh(b_s, b_at, m_t, sight, scores, MASK, C)
+    unit = unit_of(scores[0], C)
     b_top = tl.maximum(b_m, tl.max(b_s, axis=1))
     b_fade = tl.math.exp2((b_m - b_top) * unit)
     b_p = tl.math.exp2(b_s * unit - (b_top * unit)[:, None])
@@ -323,40 +335,21 @@ def attend_many(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_a
         o_spare = spare_offset(
             p_spare, p_run, i_rank, i_head - head_low, n_columns, n_spare, C)  # fmt: skip
     o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
-    o_d = tl.arange(0, C.D)
-    o_token = (start + o_r // C.GROUP).to(tl.int64)
-    o_head = i_head * C.GROUP + o_r % C.GROUP
-    m_r = o_r < n_new * C.GROUP
-    o_q = o_token * stride_token + o_head * stride_head
-    m_q = m_r[:, None] & (o_d < C.HEAD_DIM)[None, :]
-    b_q = load(p_q + o_q[:, None] + o_d[None, :], m_q, True, C.UPCAST)
-    if not C.UPCAST:
-        b_q = b_q.to(p_arena.dtype.element_ty)
+    rows = rows_of(o_r, start, n_new, i_head, C)
+    b_q = load_queries(p_q, rows, stride_token, stride_head, p_arena.dtype.element_ty, C)
 
-    b_m = tl.full([C.BLOCK], LOWEST, tl.float32)
-    b_l = tl.full([C.BLOCK], 0, tl.float32)
-    b_acc = tl.full([C.BLOCK, C.DV], 0, tl.float32)
-    context = n_tokens - n_new
-    b_seen, b_slope, b_tree = sight_of(
-        o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C)  # fmt: skip
-    t0, f0, f1, t1 = block_tiles(page, n_pages, i_block, n_new, n_tokens, C)
-    for t in tl.range(f0, f1, num_stages=C.STAGES):
-        b_m, b_l, b_acc = many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare,
-                                    b_seen, b_slope, b_tree, n_tokens, context, scale, softcap,
-                                    C.PAGE % C.TILE != 0, C)  # fmt: skip
-    n_head = f0 - t0
-    for i in tl.range(0, n_head + t1 - f1, num_stages=1):
-        t = tl.where(i < n_head, t0 + i, f1 + i - n_head)
-        b_m, b_l, b_acc = many_tile(b_q, b_m, b_l, b_acc, t, p_run, p_line, o_spare, n_spare,
-                                    b_seen, b_slope, b_tree, n_tokens, context, scale, softcap,
-                                    True, C)  # fmt: skip
+    b_none = tl.full([C.BLOCK], 0, tl.float32)
+    soft = b_none + LOWEST, b_none, tl.full([C.BLOCK, C.DV], 0, tl.float32)
+    sight = sight_of(
+        o_r, rows[0], rows[1], rows[2], n_tokens - n_new, n_tokens, p_alibi, p_tree, C)  # fmt: skip
+    seen = block_tiles(page, n_pages, i_block, n_new, n_tokens, C)
+    place = p_run, p_line, o_spare, n_spare
+    b_m, b_l, b_acc = add_tiles(many_tile, soft, seen, b_q, place, sight, (scale, softcap), C)
     # There are no registers to hold the rows in, so they are computed again: the difference is
     # always 0, but unknown to the compiler.
     o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
     o_r += tl.load(p_starts + i_row, volatile=True) - start
-    o_token = (start + o_r // C.GROUP).to(tl.int64)
-    o_head = i_head * C.GROUP + o_r % C.GROUP
-    m_r = o_r < n_new * C.GROUP
+    o_token, o_head, m_r = rows_of(o_r, start, n_new, i_head, C)
     store_block(b_m * unit_of(scale, C), b_l, b_acc, p_out, p_lse, p_sinks,
                 i_item * n_heads + i_head, o_token, o_head, n_heads * C.GROUP, m_r, C)  # fmt: skip
 
@@ -456,3 +449,132 @@ def _config(layout: PageLayout, device: Traits, busy: bool) -> tuple[Constants, 
         block //= 2
     shape = shape._replace(TILE=tile, STAGES=5 if device.major else 3)
     return shape, {"block": block, "warps": warps, "programs": 8 // warps}
+
+
+# Attention over latents (MLA), in Triton: one KV head, its values the first dims of its keys.
+#
+# All query heads share each latent, so rows of queries are many even in decode, and a block of
+# them is laid out as for prompts. A latent is read once: the tile that the first Dv dims of the
+# queries are multiplied with is the tile that the weights mix; only the other dims of the keys,
+# rotated by position, are a tile of their own (multi-head latent attention, arXiv 2405.04434: 576 =
+# 512 + 64).
+#
+# Rows of few and of many new tokens are served alike. Where there are fewer blocks than the device
+# holds, the pages of each are cut into chunks, and the chunks' partials are merged.
+
+
+@triton.jit
+def latent_tile(soft, t, query, place, sight, scores, MASK: tl.constexpr, C: tl.constexpr):
+    """Add a tile of tokens to the running softmax (m, l, acc) of a block of query rows."""
+    b_m, b_l, b_acc = soft
+    b_q, b_q_rest = query
+    p_page, o_slot, position = locate(t, place[0], place[1], C)
+    o_t = tl.arange(0, C.TILE)
+    o_v = tl.arange(0, C.DV)
+    o_d = tl.arange(0, C.REST)
+    b_at = position + o_t
+    m_t = (b_at < sight[3]) & (o_slot + o_t < C.PAGE)
+    m_v = (o_v < C.VALUE_DIM)[None, :]
+    m_k = (o_d < C.HEAD_DIM - C.VALUE_DIM)[:, None]
+    if MASK:  # a slot without a token may hold anything, NaN included
+        m_v = m_v & m_t[:, None]
+        m_k = m_k & m_t[None, :]
+    p_tile = p_page + o_slot * C.HEAD_DIM
+    b_v = load(p_tile + o_t[:, None] * C.HEAD_DIM + o_v[None, :], m_v, MASK or C.DV != C.VALUE_DIM,
+               C.UPCAST)  # fmt: skip
+    b_k = load(p_tile + C.VALUE_DIM + o_t[None, :] * C.HEAD_DIM + o_d[:, None], m_k,
+               MASK or C.REST != C.HEAD_DIM - C.VALUE_DIM, C.UPCAST)  # fmt: skip
+    b_s = tl.dot(b_q, tl.trans(b_v), out_dtype=tl.float32, input_precision="ieee")
+    b_s = tl.dot(b_q_rest, b_k, acc=b_s, out_dtype=tl.float32, input_precision="ieee")
+    b_s = weigh(b_s, b_at, m_t, sight, scores, MASK, C)
+    unit = unit_of(scores[0], C)
+    b_top = tl.maximum(b_m, tl.max(b_s, axis=1))
+    b_fade = tl.math.exp2((b_m - b_top) * unit)
+    b_p = tl.math.exp2(b_s * unit - (b_top * unit)[:, None])
+    b_l = b_l * b_fade + tl.sum(b_p, axis=1)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, acc=b_acc * b_fade[:, None], out_dtype=tl.float32,
+                   input_precision="ieee")  # fmt: skip
+    return b_top, b_l, b_acc
+
+
+@triton.jit(do_not_specialize=["layer", "n_rows", "n_shares"])
+def attend_latent(p_q, p_arena, p_table, p_rows, p_lengths, p_starts, p_sinks, p_alibi, p_tree,
+                  p_out, p_lse, stride_token, stride_head, stride_table, layer, n_rows, n_shares,
+                  scale, softcap, C: tl.constexpr):  # fmt: skip
+    """Attend with a block of query rows over a chunk of pages. Grid (items,), as `attend_many`."""
+    i_item = tl.num_programs(0) - 1 - tl.program_id(0)  # later blocks see more, so they begin first
+    i_row, _, i_block, page, n_pages = block_of_item(
+        i_item, p_starts, p_lengths, n_rows, n_shares, C)  # fmt: skip
+    if i_row >= n_rows:
+        return
+    start, n_new, n_tokens = row_at(i_row, p_starts, p_lengths)
+    p_line = p_table + tl.load(p_rows + i_row).to(tl.int64) * stride_table
+    p_run = p_arena + layer.to(tl.int64) * C.STRIPE
+    o_r = i_block * C.BLOCK + tl.arange(0, C.BLOCK)
+    o_v = tl.arange(0, C.DV)
+    o_d = tl.arange(0, C.REST)
+    o_token, o_head, m_r = rows_of(o_r, start, n_new, 0, C)
+    p_rows_q = p_q + (o_token * stride_token + o_head * stride_head)[:, None]
+    b_q = load(p_rows_q + o_v[None, :], m_r[:, None] & (o_v < C.VALUE_DIM)[None, :], True, C.UPCAST)
+    m_rest = m_r[:, None] & (o_d < C.HEAD_DIM - C.VALUE_DIM)[None, :]
+    b_q_rest = load(p_rows_q + C.VALUE_DIM + o_d[None, :], m_rest, True, C.UPCAST)
+    if not C.UPCAST:
+        b_q = b_q.to(p_arena.dtype.element_ty)
+        b_q_rest = b_q_rest.to(p_arena.dtype.element_ty)
+
+    b_none = tl.full([C.BLOCK], 0, tl.float32)
+    soft = b_none + LOWEST, b_none, tl.full([C.BLOCK, C.DV], 0, tl.float32)
+    sight = sight_of(
+        o_r, o_token, o_head, m_r, n_tokens - n_new, n_tokens, p_alibi, p_tree, C)  # fmt: skip
+    seen = block_tiles(page, n_pages, i_block, n_new, n_tokens, C)
+    query, place, scores = (b_q, b_q_rest), (p_run, p_line), (scale, softcap)
+    b_m, b_l, b_acc = add_tiles(latent_tile, soft, seen, query, place, sight, scores, C)
+    store_block(b_m * unit_of(scale, C), b_l, b_acc, p_out, p_lse, p_sinks, i_item,
+                o_token, o_head, C.GROUP, m_r, C)  # fmt: skip
+
+
+def attend_latents(task: Task) -> None:
+    """Attend with all rows over pages of latents.
+
+    Raises:
+        ConfigError: The mass of pages is requested.
+    """
+    if task.how.mass is not None:
+        raise ConfigError(
+            "no Triton kernel weighs pages of latents", "Leave `mass` out, or use a 'full' group"
+        )
+    task = task._replace(few=0, batching=task.batching._replace(FEW=0))
+    layout, device = task.layout, traits(task.out.device)
+    # 64 rows for WGMMA, with outputs of 64 x 512, do not fit in the registers beside the rest.
+    most = task.group * (1 if task.how.invariant else task.batch.most_new)
+    block = 16 if layout.dtype == "float32" or most <= 16 else 32
+    cut = cut_of(task, block, device.processors)
+    shape = _latent_config(layout, device, block, cut.split)
+    part, part_lse = partials(task, cut, block)
+    common: dict[str, Any] = {"BLOCK": block, "MIN_PAGES": cut.least, "SPLIT": cut.split}
+    launch(
+        attend_latent,
+        (cut.items,),
+        *(*task.operands, task.how.sinks, task.how.alibi, task.how.tree, part, part_lse),
+        *(*task.numbers, cut.shares, *task.softmax),
+        C=given(shape, task.batching, task.switches, task.ends, **common),
+        num_warps=8,
+        **REGISTERS,
+    )
+    if cut.split:
+        merge_parts(merge_many, len(task.out), task, part, part_lse, cut.shares, common)
+
+
+@lru_cache(maxsize=256)
+def _latent_config(layout: PageLayout, device: Traits, block: int, split: bool) -> Constants:
+    """Return the constants of `attend_latent`."""
+    item = ITEMSIZE[layout.dtype]
+    rest = padded(layout.head_dim - layout.value_dim)
+    shape = strides(layout)._replace(VALUE_DIM=layout.value_dim, REST=rest)
+    row_bytes = (shape.DV + rest) * item
+    # Programs that write results themselves take a few registers more than writers of partials.
+    tile = tile_of(layout, 16 if item == 4 else 64 if split else 32)
+    room = device.shared_bytes - 1024
+    while tile > 16 and block * (row_bytes + tile * item) + 2 * tile * row_bytes > room:
+        tile //= 2
+    return shape._replace(TILE=tile, STAGES=5)

@@ -399,8 +399,9 @@ def sealed_share(i_share, n_shares, p_q, p_arena, p_lengths, p_starts, p_part, p
             b_l = tl.full([BLOCK, C.COLUMNS], 0, tl.float32)
             b_acc = tl.full([C.DV // 2 if C.DV >= 128 else C.DV, C.COLUMNS], 0, tl.float32)
             b_acc1 = b_acc
-            b_seen, b_slope, _ = sight_of(o_c, o_token, o_head, m_c, n_tokens - n_new, n_tokens,
-                                          p_alibi, None, C)  # fmt: skip
+            b_seen, b_slope, _, _, _ = sight_of(
+                o_c, o_token, o_head, m_c, n_tokens - n_new, n_tokens, p_alibi, None, C
+            )  # fmt: skip
             p_to = p_mass
             if C.MASS > 0:
                 p_to += i_row.to(tl.int64) * stride_mass + i_head * C.COLUMNS + o_c

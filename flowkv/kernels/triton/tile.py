@@ -245,7 +245,10 @@ def row_at(i_row, p_starts, p_lengths):
 
 @triton.jit
 def sight_of(o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C: tl.constexpr):
-    """Return (ends of the positions that query rows see, ALiBi slopes, bits of new tokens)."""
+    """Return what query rows see: (ends of positions, ALiBi slopes, bits of new tokens).
+
+    Behind these are the tokens of the row, and the position of its first new token.
+    """
     b_seen = context + 1 + o_r // C.GROUP
     if not C.CAUSAL:
         b_seen = o_r * 0 + n_tokens
@@ -255,7 +258,23 @@ def sight_of(o_r, o_token, o_head, m_r, context, n_tokens, p_alibi, p_tree, C: t
     b_tree = o_r
     if C.TREE:
         b_tree = tl.load(p_tree + o_token, mask=m_r, other=0)
-    return b_seen, b_slope, b_tree
+    return b_seen, b_slope, b_tree, n_tokens, context
+
+
+@triton.jit
+def add_tiles(add: tl.constexpr, soft, seen, query, place, sight, scores, C: tl.constexpr):
+    """Add the tiles of a `tile_range` to a running softmax (m, l, acc), by a function for one.
+
+    Those that all queries see in full come first, without masks.
+    """
+    t0, f0, f1, t1 = seen
+    for t in tl.range(f0, f1, num_stages=C.STAGES):
+        soft = add(soft, t, query, place, sight, scores, C.PAGE % C.TILE != 0, C)
+    n_head = f0 - t0
+    for i in tl.range(0, n_head + t1 - f1, num_stages=1):
+        t = tl.where(i < n_head, t0 + i, f1 + i - n_head)
+        soft = add(soft, t, query, place, sight, scores, True, C)
+    return soft
 
 
 @triton.jit
