@@ -37,7 +37,7 @@ bench/test_blend.py bench/test_overflow.py bench/test_perplexity.py bench/test_p
 bench/test_quality.py bench/test_restarts.py bench/test_restore_protocol.py
 bench/test_restore_table.py bench/test_serve_load.py bench/test_serve_measures.py
 bench/test_serve_rows.py bench/test_sparsified.py bench/test_sparsify.py
-cache/test_adoption.py cache/test_agreement.py cache/test_coherency_mutants.py
+cache/test_adoption.py cache/test_agreement.py
 cache/test_flat.py cache/test_handover.py cache/test_machine.py
 cache/test_overflow.py cache/test_recording.py cache/test_regret.py cache/test_restart.py
 cache/test_sparsify.py

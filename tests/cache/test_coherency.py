@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from flowkv import KV
-from flowkv.testing import MemoryTier
 from flowkv.tiers.shared import SharedTier
-from tests.cache.fakes import Deferred, Silent, Wrapped
+from tests.cache.fakes import Silent, Wrapped
 from tests.cache.toy import (
     PAGE,
     advance,
@@ -25,7 +24,7 @@ from tests.cache.toy import (
     settle,
 )
 from tests.cache.toy import simple as one_group
-from tests.inside import ErasureLog, StoreError, drop, mover, new_entry
+from tests.inside import ErasureLog, StoreError, drop, mover
 
 P, Q, R = [1] * 24, [2] * 24, [3] * 24
 
@@ -157,17 +156,6 @@ def test_other_prompts_and_tenants_stay(two: tuple[KV, KV]) -> None:
     assert b.metrics.total("forgotten_blocks_total") == 6
 
 
-def test_a_continuation_that_only_the_other_cache_has_is_dropped(two: tuple[KV, KV]) -> None:
-    a, b = two
-    published(a, P)
-    a.flush()
-    seq = opened(b, P + Q)
-    seq.close()
-    assert reused(b, P + Q) == 48
-    a.forget(P)
-    assert reused(b, P + Q) == 0
-
-
 @pytest.mark.parametrize("tokens", [20, 5])
 def test_of_an_unfilled_page_all_continuations_are_dropped(two: tuple[KV, KV], tokens: int) -> None:
     """Whoever else knows the page before does not know how it goes on: tails, too."""
@@ -242,52 +230,7 @@ def test_a_restore_that_goes_on_is_not_known_to_others(tmp_path: Path) -> None:
     tier.speak()
 
 
-def test_a_load_that_is_under_way_is_not_followed_by_later_ones(tmp_path: Path) -> None:
-    """It may bring what was there before, under a name that is in use again."""
-    log, frames = tmp_path / "erased", MemoryTier(name="pool")
-    tier = Silent(frames, kind="disk", shared=True, erasure_log=log)
-    other = ErasureLog(log)
-    writer = kv_over(Wrapped(frames, kind="disk"))
-    b = kv_over(tier)
-    published(writer, P)
-    writer.flush()
-    old = b.prefetch(P)
-    b.planner.store.writes.drain()
-    assert tier.loads == 1
-    keys = list(frames.frames)
-    writer.forget(P)
-    with other.erasing():
-        other.publish(new_entry(keys))
-    published(writer, P)
-    writer.flush()
-    new = b.prefetch(P)
-    b.planner.store.writes.drain()
-    assert new.left == 3 and b.planner.store.stack.mover.lanes[0].schedule.joined == 0
-    tier.speak()
-    old.cancel()
-    new.cancel()
-    writer.close()
-    b.close()
-
-
 # ---- stores that begin, go on or end while others erase
-
-
-def test_a_page_that_waits_to_be_stored_is_not_stored_any_more(tmp_path: Path) -> None:
-    a, tier = kv_over(shared(tmp_path)), shared(tmp_path)
-    b = kv_over(Wrapped(tier, kind="disk"))
-    lane = b.planner.store.stack.mover.lanes[0]
-    lane.schedule.barred = True
-    before = lane.pump
-    lane.pump = lambda: 0  # nothing goes out
-    published(b, P)
-    assert sum(len(request.items) for request in lane.schedule) == 3
-    a.forget(P)
-    lane.pump = before
-    b.planner.store.writes.drain()
-    assert not list(tier.scan())
-    assert b.flush() and not list(tier.scan())
-    assert reused(b, P) == reused(a, P) == 0
 
 
 def test_nobody_erases_while_somebody_stores(tmp_path: Path) -> None:
@@ -334,26 +277,6 @@ def test_a_step_hears_of_it_where_nobody_opens_prompts(tmp_path: Path) -> None:
     b.planner.store.writes.drain()
     assert not stack.erasure_logs.behind and len(list(stack.tiers[0].scan())) == 2
     seq.close()
-
-
-def test_a_store_that_ends_late_is_taken_back(tmp_path: Path) -> None:
-    """Of a tier that answers later, such as a directory whose owner heard of it meanwhile."""
-    log, frames = tmp_path / "erased", MemoryTier(name="pool")
-    tier = Deferred(frames, kind="disk", erasure_log=log)
-    b = kv_over(tier)
-    other = ErasureLog(log)
-    published(b, P)
-    b.planner.store.writes.drain()
-    assert tier.waiting == 3
-    (first, *_) = b.planner.store.index
-    with other.erasing():
-        other.publish(new_entry([first.key]))
-    assert reused(b, P) == 0
-    tier.work()
-    b.planner.store.writes.drain()
-    assert not frames.frames
-    assert reused(b, P) == 0
-    b.close()
 
 
 # ---- who may only read

@@ -14,7 +14,7 @@ import pytest
 from flowkv import KV
 from flowkv.testing import MemoryTier
 from tests.cache.fakes import Deferred, Silent, Wrapped
-from tests.cache.histories import PROMPTS, Operation, Witness, explain, fill, pages_of
+from tests.cache.histories import PROMPTS, Witness, explain, fill, pages_of
 from tests.cache.peer import cache_over, evict
 from tests.cache.toy import PAGE, make_kv, simple
 from tests.inside import (
@@ -33,6 +33,7 @@ from tests.inside import (
     erasure_log,
     new_entry,
 )
+from tests.tiers import test_erasure_log as of_the_log
 
 Patch = pytest.MonkeyPatch
 
@@ -187,36 +188,6 @@ def both_forget(world: World) -> None:
         world.seen.ask(c, name)
 
 
-def open_sequence(world: World) -> None:
-    """One that goes on must not make it known again; nor one that was set aside."""
-    a, b = world.shared()
-    seq = b.open([*PROMPTS["a"], 0])
-    world.seen.forget(a, "a")
-    world.seen.ask(b, "b")
-    b.suspend(seq)
-    b.resume(seq)
-    seq.close()
-    world.seen.ask(b, "a")
-
-
-def half_open_sequence(world: World) -> None:
-    """It is computed before, and its pages are full afterwards."""
-    a, b = world.cache(), world.cache()
-    value = 55
-    seq = b.open([*PROMPTS["a"], 0])
-    with b.step([seq], [PROMPTS["a"][:PAGE]]) as step:
-        fill(step, value)
-    with world.seen.erases(pages_of("a")):
-        a.forget(PROMPTS["a"])
-    world.seen.ask(b, "b")
-    with b.step([seq], [PROMPTS["a"][PAGE:]]) as step:
-        fill(step, value)
-    seq.close()
-    # All of it belongs to the time before.
-    world.seen.history += [Operation("write", pages_of("a"), value, 0.0, 0.1)]
-    world.seen.ask(b, "a")
-
-
 def resumed(world: World) -> None:
     a, b = world.shared()
     seq = b.open([*PROMPTS["a"], 0])
@@ -227,18 +198,6 @@ def resumed(world: World) -> None:
     world.seen.ask(b, "a")
     seq.close()
     world.seen.ask(b, "a")
-
-
-def looked_up(world: World) -> None:
-    """By other ways than `open`."""
-    a, b = world.shared()
-    world.seen.forget(a, "a")
-    assert b.warm(PROMPTS["a"]) == 0, "warm"
-    world.seen.ask(a, "a", known=False)
-    a.flush()
-    assert world.seen.ask(b, "a") == 2
-    world.seen.forget(a, "a")
-    assert b.explain([*PROMPTS["a"], 0]).known == 0, "explain"
 
 
 def store_that_waits(world: World) -> None:
@@ -427,9 +386,7 @@ def opened_before(world: World) -> None:
     seq.close()
 
 
-# ---- stories of the log alone
-
-KEYS = [bytes([n]) * 32 for n in range(1, 12)]
+# ---- the log alone, by its own tests
 
 
 def told(log: ErasureLog, keys: list[bytes], **names: Any) -> None:
@@ -437,74 +394,30 @@ def told(log: ErasureLog, keys: list[bytes], **names: Any) -> None:
         log.publish(new_entry(keys, **names))
 
 
-def log_of_many(world: World) -> None:
-    a, b = ErasureLog(world.directory / "log"), ErasureLog(world.directory / "log")
-    for key in KEYS:
-        told(a, [key])
-    assert b.changed() and all(map(b.news().has, KEYS))
-
-
 def log_overtaken(world: World) -> None:
-    a, b = ErasureLog(world.directory / "log"), ErasureLog(world.directory / "log")
-    for number in range(600):
-        told(a, [number.to_bytes(32, "little")])
-    assert b.changed() and b.news().everything
+    of_the_log.test_who_has_fallen_behind_its_end_takes_all_as_erased(world.directory / "log")
 
 
-def log_damaged(world: World, places: tuple[int, ...] = (9, 30)) -> None:
-    """In its digest, and in an entry."""
-    path = world.directory / "log"
-    a, b = ErasureLog(path), ErasureLog(path)
-    for at in places:
-        told(a, KEYS[:1])
-        data = bytearray(path.read_bytes())
-        data[at] ^= 1
-        path.write_bytes(data)
-        assert b.changed()
-        news = b.news()
-        assert news.everything or (len(places) > 1 and news.has(KEYS[0]))
+def log_damaged(world: World) -> None:
+    of_the_log.check_flipped(world.directory / "log", 9, 0)
 
 
 def log_entry_damaged(world: World) -> None:
-    log_damaged(world, (30,))
+    of_the_log.check_flipped(world.directory / "log", 30, 0)
 
 
 def log_made_anew(world: World) -> None:
-    path = world.directory / "log"
+    path, (first, second, *_) = world.directory / "log", of_the_log.KEYS
     a, b = ErasureLog(path), ErasureLog(path)
-    told(a, KEYS[:1])
-    assert b.news().has(KEYS[0])
+    told(a, [first])
+    assert b.news().has(first)
     path.write_bytes(b"")
-    told(ErasureLog(path), KEYS[1:2])
+    told(ErasureLog(path), [second])
     assert b.changed() and b.news().everything
 
 
 def log_replaced(world: World) -> None:
-    path = world.directory / "log"
-    a, b = ErasureLog(path), ErasureLog(path)
-    path.unlink()
-    told(a, KEYS[:1])
-    b._look_s = 0.0
-    assert b.changed() and b.news().everything
-    assert a.changed() and a.news().everything
-
-
-def log_read_while_it_is_written(world: World) -> None:
-    path = world.directory / "log"
-    a, b = ErasureLog(path), ErasureLog(path)
-    heard, before = set[bytes](), os.pwrite
-
-    def watched(fd: int, data: bytes, at: int) -> int:
-        done = before(fd, data, at)
-        if b.changed():
-            news = b.news()
-            heard.update(KEYS if news.everything else (key for key in KEYS if news.has(key)))
-        return done
-
-    world.patch.setattr(os, "pwrite", watched)
-    told(a, KEYS)
-    world.patch.setattr(os, "pwrite", before)
-    assert heard == set(KEYS)
+    of_the_log.test_a_file_in_its_place_is_noticed(world.directory / "log", of_the_log._removed)
 
 
 # ---- what is wrong in each mutant, and the story that shows it
@@ -576,7 +489,7 @@ replaces(
     erasure_log,
     "_between",
     lambda before, there, own: between(before and before | set([*there][:-1]), there, own),
-    log_of_many,
+    log_overtaken,
     twice,
     said="reads_the_last_entry_only",
 )
@@ -586,7 +499,7 @@ replaces(
     lambda before, there, own: between(
         before and before | set([lot for lot in there if lot not in before | own][:1]), there, own
     ),
-    log_of_many,
+    log_overtaken,
     forgotten,
     said="leaves_the_first_entry_out",
 )
@@ -766,14 +679,11 @@ def reads_from_old_stores(patch: Patch) -> None:
     patch.setattr("flowkv.cache.mover.Mover.retract", kept)
 
 
-STORIES = sorted(
-    {story for story, _ in MUTANTS.values()}
-    | {open_sequence, half_open_sequence, looked_up, only_the_end, log_read_while_it_is_written},
-    key=str,
-)
+STORIES = {story for story, _ in MUTANTS.values() if not story.__name__.startswith("log_")}
+STORIES |= {only_the_end}
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+@pytest.mark.parametrize("story", sorted(STORIES, key=str), ids=lambda story: story.__name__)
 def test_the_protocol_explains_every_story(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[World], None]
 ) -> None:

@@ -19,37 +19,28 @@ from hypothesis import strategies as st
 
 from flowkv.kernels import (
     Pages,
+    Scoring,
     append,
     checking,
-    copy_pages,
     gather_dense,
-    gather_pages,
     merge,
     paged_attention,
-    scatter_pages,
 )
-from tests.inside import GRANULE_BYTES, ConfigError, interpreted, merge_two
+from tests.inside import ConfigError, interpreted, merge_two
 from tests.inside import few as triton_few
-from tests.kernels.scene import Scene, int32, layout_of
+from tests.kernels.scene import Scene, attend, check_copies, check_nan_shows, layout_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/kernels/test_triton_interpreter.py"
 
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
 
 
-def attend(scene: Scene, group: int, *, sinks: bool = False, softcap: float | None = None) -> None:
+def check(scene: Scene, group: int, *, sinks: bool = False, softcap: float | None = None) -> None:
     """Compare a call with attention over the tokens themselves."""
     q = scene.queries(group)
     logits = torch.linspace(-2, 3, q.shape[1]) if sinks else None
-    options = {"scale": 0.17, "softcap": softcap, "sinks": logits}
-    expected, expected_lse = scene.dense(q, **options)
-    options |= {"window": scene.window, "backend": "triton"}
-    with checking():
-        o, lse = paged_attention(q, scene.pages, scene.batch, return_lse=True, **options)
-    near = TOLERANCE[scene.layout.dtype]
-    assert o.dtype == q.dtype and o.is_contiguous()
-    torch.testing.assert_close(o.double(), expected.double(), rtol=0, atol=near)
-    torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-6, atol=1e-5)
+    how = Scoring(0.17, scene.window, softcap, logits)
+    attend(scene, q, how, TOLERANCE[scene.layout.dtype], "triton", near_lse=1e-5)
 
 
 # (kv heads, group, D, Dv, page, dtype, window, softcap, sinks)
@@ -75,7 +66,7 @@ def run(shape: tuple, lengths: list[int], new: list[int]) -> None:
     heads, group, dim, dim_v, page, dtype, window, softcap, sinks = shape
     layout = layout_of(heads, dim, dim_v, page, dtype)
     scene = Scene(layout, lengths, new, window)
-    attend(scene, group, sinks=sinks, softcap=softcap)
+    check(scene, group, sinks=sinks, softcap=softcap)
 
 
 def test_move_is_interpreted() -> None:
@@ -97,7 +88,7 @@ def test_few_verify(shape: tuple) -> None:
 @pytest.mark.parametrize("new", [1, 40])
 def test_few_or_many_far_pages(new: int) -> None:
     """Places in the pool of a large GPU need more than 32 bits."""
-    attend(Scene(layout_of(2, 64, page_size=16), [150, 90], [1, new], far=True), 2)
+    check(Scene(layout_of(2, 64, page_size=16), [150, 90], [1, new], far=True), 2)
 
 
 @pytest.mark.parametrize("shares", [1, 2, 5, 64])
@@ -109,12 +100,12 @@ def test_few_shares(shares: int, window: int | None, monkeypatch: pytest.MonkeyP
         triton_few, "traits", lambda device: traits._replace(processors=shares, shared_bytes=1)
     )
     layout = layout_of(1, 32, page_size=16)
-    attend(Scene(layout, [150, 17, 300, 1, 48], [1, 1, 1, 0, 1], window), 2)
+    check(Scene(layout, [150, 17, 300, 1, 48], [1, 1, 1, 0, 1], window), 2)
 
 
 def test_few_rows_without_tokens() -> None:
     layout = layout_of(1, 32, page_size=16)
-    attend(Scene(layout, [40, 3, 16], [0, 0, 1]), 2)
+    check(Scene(layout, [40, 3, 16], [0, 0, 1]), 2)
     for lengths, new in (([], []), ([12, 3], [0, 0])):
         scene = Scene(layout, lengths, new)
         o, lse = paged_attention(
@@ -135,18 +126,7 @@ def test_few_queries_of_another_dtype_and_stride() -> None:
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("new", [1, 40])
 def test_few_nan_in_a_visible_token_shows(where: str, new: int) -> None:
-    scene = Scene(layout_of(1, 32, page_size=16), [140], [new])
-    x = getattr(scene, where)[0]
-    x[21, 0, 3] = torch.nan
-    full = scene.batch._replace(starts=int32([0, 140]), most_new=140)
-    append(scene.k[0], scene.v[0], scene.pages, full)
-    o, lse = paged_attention(
-        scene.queries(1), scene.pages, scene.batch, return_lse=True, backend="triton"
-    )
-    if where == "k":
-        assert o.isnan().all() and lse.isnan().all()
-    else:
-        assert o[..., 3].isnan().all() and o.isnan().sum() == new
+    check_nan_shows(Scene(layout_of(1, 32, page_size=16), [140], [new]), where, 1, "triton")
 
 
 def test_few_and_many_without_lse() -> None:
@@ -177,8 +157,8 @@ def test_suffix_over_a_long_prefix(shape: tuple) -> None:
 
 def test_suffix_of_many_heads() -> None:
     """A group too large for the decode kernel."""
-    attend(Scene(layout_of(1, 32, page_size=16), [70, 5], [1, 2]), 40)
-    attend(Scene(layout_of(1, 32, page_size=16), [600], [1]), 40)
+    check(Scene(layout_of(1, 32, page_size=16), [70, 5], [1, 2]), 40)
+    check(Scene(layout_of(1, 32, page_size=16), [600], [1]), 40)
 
 
 @settings(max_examples=12)
@@ -194,7 +174,7 @@ def test_prefill_of_anything(data: st.DataObject) -> None:
     window = draw(st.sampled_from([None, 1, 5, size, size + 3, 100]))
     sinks, softcap = draw(st.booleans()), draw(st.sampled_from([None, 4.0]))
     group = draw(st.sampled_from([1, 2, 4, 7]))
-    attend(Scene(layout, lengths, new, window), group, sinks=sinks, softcap=softcap)
+    check(Scene(layout, lengths, new, window), group, sinks=sinks, softcap=softcap)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -248,19 +228,4 @@ def test_move_append_and_gather(
 @pytest.mark.parametrize("granules", [1, 3, 10])
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_move_pages(granules: int, count: int) -> None:
-    total = (2 * count + 2) * granules
-    arena = torch.randint(0, 256, (total * GRANULE_BYTES,), dtype=torch.uint8)
-    frames = arena.clone().view(-1, granules * GRANULE_BYTES)
-    places = torch.randperm(2 * count + 2)
-    source, target = places[:count], places[count : 2 * count]
-    from_, to = (source * granules).int(), (target * granules).int()
-    with checking():
-        copy_pages(arena, from_, to, granules, backend="triton")
-        frames[target] = frames[source]
-        assert torch.equal(arena, frames.flatten())
-        out = torch.zeros(count, granules * GRANULE_BYTES, dtype=torch.uint8)
-        gather_pages(arena, from_, granules, out, backend="triton")
-        assert torch.equal(out, frames[source])
-        scatter_pages(arena, to, granules, out.flip(0).contiguous(), backend="triton")
-    frames[target] = out.flip(0)
-    assert torch.equal(arena, frames.flatten())
+    check_copies(torch.randperm(2 * count + 2).tolist(), granules, "triton")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from flowkv.kernels import (
     Scoring,
     cascade_attention,
-    checking,
     drop_tokens,
     gather_dense,
     plan_cascade,
@@ -26,8 +25,6 @@ from tests.inside import (
     CODEC_SHIFT,
     GRANULE_BYTES,
     ConfigError,
-    check_batch,
-    check_scoring,
     codec_of,
     granule_of,
     paged_attention,
@@ -37,7 +34,14 @@ from tests.inside import codec as triton_unseal
 from tests.inside import many as triton_many
 from tests.kernels.latent import SWITCHES as LATENT_SWITCHES
 from tests.kernels.latent import latent_layout
-from tests.kernels.scene import Scene, int32, layout_of
+from tests.kernels.scene import (
+    Scene,
+    alone,
+    attend,
+    check_tokens_of_no_row,
+    int32,
+    layout_of,
+)
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/kernels/test_triton_interpreter.py"
 
@@ -55,30 +59,13 @@ def all_rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     ("past", "new", "padded"), [(0, 20, 32), (0, 1, 32), (0, 3, 64), (150, 60, 64), (700, 40, 64)]
 )
 def test_tokens_of_no_row_behind_a_single_row(past: int, new: int, padded: int) -> None:
-    """As in captured steps, whose buffers hold more tokens than the row has."""
-    scene = Scene(layout_of(2, 64, page_size=16), [past + new], [new])
-    more = scene.batch._replace(most_new=padded, most_length=2 * (past + padded))
-    q = torch.cat([scene.queries(4), torch.full((padded - new, 8, 64), torch.nan)])
-    o = paged_attention(q, scene.pages, more, Scoring(scale=0.125))
-    expected = flat_attention(q[:new], scene.pages, scene.batch, backend="reference")
-    torch.testing.assert_close(o[:new], expected, rtol=0, atol=TOLERANCE["float32"])
+    check_tokens_of_no_row(past, new, padded, TOLERANCE["float32"], "triton")
 
 
-def attend(scene: Scene, q: torch.Tensor, how: Scoring, near: float) -> torch.Tensor:
+def check(scene: Scene, q: torch.Tensor, how: Scoring, near: float) -> torch.Tensor:
     """Compare the kernels with attention over the tokens themselves; their output."""
-    mass = None if how.mass is None else how.mass.clone()
-    asked = how._replace(return_lse=True, mass=mass)
-    with checking():
-        check_batch(scene.pages, scene.batch, len(q))
-        check_scoring(asked, q, scene.pages, scene.batch)
-    o, lse = paged_attention(q, scene.pages, scene.batch, asked)
-    expected, expected_lse, weights = scene.answer(q, how)
-    torch.testing.assert_close(o.double(), expected, rtol=0, atol=near)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=2 * near)
-    if mass is not None:
-        total = how.mass.double() + weights
-        torch.testing.assert_close(mass.double(), total, rtol=1e-4, atol=10 * near)
-    return o
+    bounds = {"near_lse": 2 * near, "near_mass": (1e-4, 10 * near)}
+    return attend(scene, q, how, near, "triton", **bounds)
 
 
 DIMS = [(64, 64), (128, 96), (80, 72), (96, 64)]
@@ -99,20 +86,20 @@ def test_sealed_pages_of_a_prompt(codec: str, dims: tuple[int, int]) -> None:
     """Every codec alone, over head dims whose halves and rotations do not fit each other."""
     layout = layout_of(2, *dims, 64, "float16")
     scene = Scene(layout, [190, 70, 200], [40, 6, 1], sealed=(codec,))
-    attend(scene, scene.queries(3), Scoring(scale=0.1), 3e-3)
+    check(scene, scene.queries(3), Scoring(scale=0.1), 3e-3)
 
 
 @pytest.mark.parametrize(("dim", "page"), [(20, 16), (16, 24), (128, 8), (256, 32)])
 def test_sealed_bytes_in_small_pages(dim: int, page: int) -> None:
     layout = layout_of(1, dim, page_size=page)
     scene = Scene(layout, [page * 5 + 3, 4 * page], [35, 36], sealed=("kv8",))
-    attend(scene, scene.queries(1), Scoring(scale=0.1), 2e-5)
+    check(scene, scene.queries(1), Scoring(scale=0.1), 2e-5)
 
 
 def test_sealed_wide_heads_and_pages() -> None:
     layout = layout_of(1, 256, 256, 128, "float16")
     scene = Scene(layout, [300], [40], sealed=CODECS, far=True)
-    attend(scene, scene.queries(1), Scoring(scale=0.05), 3e-3)
+    check(scene, scene.queries(1), Scoring(scale=0.05), 3e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -156,7 +143,7 @@ def test_sealed_heads_a_few_at_a_time(
     spare = heads_at_once * layout.run_bytes * -(-max(lengths) // 64) * len(new)
     monkeypatch.setattr(triton_unseal, "SPARE_BYTES", spare)
     mass = torch.ones(len(new), -(-max(lengths) // 64), 3)
-    attend(scene, scene.queries(2), Scoring(scale=0.1, mass=mass), 3e-3)
+    check(scene, scene.queries(2), Scoring(scale=0.1, mass=mass), 3e-3)
 
 
 def test_sealed_spare_runs_fit_what_the_host_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +160,7 @@ def test_sealed_spare_runs_fit_what_the_host_counted(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(triton_attend, "MOST_COLUMNS", 32)
     with monkeypatch.context() as patch:
         patch.setattr(triton_unseal.torch.Tensor, "new_empty", noted)
-        attend(scene, scene.queries(2), Scoring(scale=0.1), 1e-2)  # decode rounds to 8 bits
+        check(scene, scene.queries(2), Scoring(scale=0.1), 1e-2)  # decode rounds to 8 bits
     assert 3 * layout.run_bytes // 4 in sizes
 
 
@@ -221,7 +208,7 @@ def test_switches(switches: dict[str, object]) -> None:
         layout = layout_of(1, 32, page_size=32, dtype="float16")
         scene = Scene(layout, lengths, new, window, sealed=sealed, causal=causal)
         how = scoring(scene, 2, switches)
-        attend(scene, scene.queries(2), how, 3e-3)
+        check(scene, scene.queries(2), how, 3e-3)
 
 
 def test_switches_cross_attention_over_other_lengths() -> None:
@@ -232,7 +219,7 @@ def test_switches_cross_attention_over_other_lengths() -> None:
         starts = torch.tensor([0, *new]).cumsum(0).int()
         scene.batch = scene.batch._replace(starts=starts, most_new=max(new))
         scene.new = new
-        attend(scene, scene.queries(2), Scoring(scale=0.1, causal=False), 2e-5)
+        check(scene, scene.queries(2), Scoring(scale=0.1, causal=False), 2e-5)
     empty = scene.batch._replace(lengths=int32([0] * 4), most_length=64)
     q = torch.randn(4, 40, 64)
     how = Scoring(scale=0.1, causal=False, return_lse=True)
@@ -252,18 +239,13 @@ def test_switches_invariant(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Alone, the long row's pages would be cut into chunks; among the others, not.
     scene = Scene(layout, [290, 70, 7], [18, 60, 1], sealed=sealed)
     q, how = scene.queries(2), Scoring(scale=0.1, invariant=True, sinks=torch.tensor([0.5, -1.0]))
-    together = attend(scene, q, how, 3e-3)
-    batch, first = scene.batch, 0
+    together = check(scene, q, how, 3e-3)
+    first = 0
     for b, new in enumerate(scene.new):
-        alone = batch._replace(
-            rows=batch.rows[b : b + 1],
-            lengths=batch.lengths[b : b + 1],
-            starts=int32([0, new]),
-            most_new=new,
-            most_length=scene.lengths[b],
-        )
         part = slice(first, first + new)
-        assert torch.equal(paged_attention(q[part], scene.pages, alone, how), together[part])
+        assert torch.equal(
+            paged_attention(q[part], scene.pages, alone(scene, b), how), together[part]
+        )
         first += new
 
 
@@ -291,7 +273,7 @@ def test_sealed_anything(data: st.DataObject) -> None:
     scene = Scene(layout, lengths, new, switches["window"], seed, sealed=sealed)
     group = draw(st.sampled_from([1, 3]))
     how = scoring(scene, group * layout.kv_heads, switches, seed)
-    attend(scene, scene.queries(group), how, 2e-5)
+    check(scene, scene.queries(group), how, 2e-5)
 
 
 @pytest.mark.parametrize("switches", LATENT_SWITCHES.values(), ids=LATENT_SWITCHES)
@@ -302,13 +284,13 @@ def test_latent_rows(switches: dict[str, object], dtype: str) -> None:
     for lengths, new, heads in (([150, 70, 9, 5], [1, 40, 9, 0], 3), ([330], [1], 20)):
         scene = Scene(latent_layout(*dims, 32, dtype), lengths, new, window)
         how = scoring(scene, heads, switches)
-        attend(scene, scene.queries(heads), how, TOLERANCE[dtype])
+        check(scene, scene.queries(heads), how, TOLERANCE[dtype])
 
 
 def test_latent_is_read_where_it_lies() -> None:
     """The dims of DeepSeek's models, and pages that tiles do not divide."""
     scene = Scene(latent_layout(576, 512, 24, "float16"), [50], [1])
-    attend(scene, scene.queries(16), Scoring(scale=0.05), 3e-3)
+    check(scene, scene.queries(16), Scoring(scale=0.05), 3e-3)
 
 
 def test_latent_movement() -> None:

@@ -15,13 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.kernels import Ragged, Scoring, checking, paged_attention
+from flowkv.kernels import Scoring
 from tests.inside import few as triton_few
 from tests.inside import layout_CODECS as CODECS
 from tests.inside import paged_attention as attend_triton
 from tests.inside import rotation, sealed_config, turn
 from tests.inside import task as triton_lists
-from tests.kernels.scene import Scene, int32, layout_like, layout_of
+from tests.kernels.scene import Scene, alone, attend, layout_like, layout_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/kernels/test_triton_interpreter.py"
 
@@ -42,26 +42,17 @@ def small_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     few_processors(monkeypatch, 2)
 
 
-def attend(scene: Scene, group: int, near: float = NEAR, **switches: object) -> None:
+def check(scene: Scene, group: int, near: float = NEAR, **switches: object) -> None:
     """Compare a call with attention over the tokens themselves."""
     q = scene.queries(group)
     rows, heads = len(scene.lengths), scene.layout.kv_heads
     pages = -(-max(scene.lengths) // scene.layout.page_size)
     mass = torch.rand(rows, pages + 1, heads) if switches.pop("mass", False) else None
-    how = Scoring(
-        scale=0.17, window=scene.window, causal=scene.causal, return_lse=True, **switches
-    )._replace(mass=None if mass is None else mass.clone())
-    expected, expected_lse, weights = scene.answer(q, how)
-    with checking():
-        o, lse = attend_triton(q, scene.pages, scene.batch, how)
-    assert o.dtype == q.dtype and o.is_contiguous()
+    options = {"window": scene.window, "causal": scene.causal, "mass": mass}
+    bounds = {"near_mass": (0.0, near * max(scene.new) * group)}
     rounding = 2e-3 if q.dtype is torch.float16 else 0.0
-    torch.testing.assert_close(o.double(), expected, rtol=rounding, atol=near + rounding)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=near)
-    if mass is not None and how.mass is not None:
-        assert torch.equal(how.mass[:, pages:], mass[:, pages:])
-        added = (how.mass - mass)[:, :pages].double()
-        torch.testing.assert_close(added, weights, rtol=0, atol=near * max(scene.new) * group)
+    how = Scoring(0.17, **options, **switches)
+    attend(scene, q, how, near, "triton", near_lse=near, rounding=rounding, **bounds)
 
 
 # (kv heads, group, D, Dv, page, dtype)
@@ -94,13 +85,13 @@ def test_sealed_codec(codec: str, shape: tuple) -> None:
     heads, group, dim, dim_v, page, dtype = shape
     layout = layout_of(heads, dim, dim_v, page, dtype)
     lengths, far = [3 * page + 9, 5, 2 * page], dtype == "float16"
-    attend(Scene(layout, lengths, [1, 1, 1], sealed=(codec,), far=far), group)
+    check(Scene(layout, lengths, [1, 1, 1], sealed=(codec,), far=far), group)
 
 
 @pytest.mark.parametrize(("dim", "page"), [(20, 16), (32, 24), (64, 256)])
 def test_sealed_bytes_in_pages_of_any_size(dim: int, page: int) -> None:
     scene = Scene(layout_of(1, dim, page_size=page), [2 * page + 3, page], [1, 1], sealed=("kv8",))
-    attend(scene, 3)
+    check(scene, 3)
 
 
 @pytest.mark.parametrize("codec", SEALED)
@@ -155,7 +146,7 @@ def test_switches(name: str, codecs: tuple[str, ...]) -> None:
     layout = layout_of(2, 64, page_size=64)
     near = NEAR if codecs else 1e-5
     scene = Scene(layout, [390, 65, 7], [3, 1, 0], window, seed=3, sealed=codecs)
-    attend(scene, 2, near, **switches)
+    check(scene, 2, near, **switches)
 
 
 @pytest.mark.parametrize("codecs", [(), ALL], ids=["raw", "mixed"])
@@ -163,13 +154,13 @@ def test_switches_of_cross_attention(codecs: tuple[str, ...]) -> None:
     """Every query sees all of its row, more of them than the row has tokens; one row is empty."""
     layout = layout_of(1, 64, page_size=64)
     scene = Scene(layout, [256, 2, 0, 150], [1, 4, 1, 2], sealed=codecs, causal=False)
-    attend(scene, 4, NEAR if codecs else 1e-5, mass=True)
+    check(scene, 4, NEAR if codecs else 1e-5, mass=True)
 
 
 def test_switches_with_many_new_tokens_beside() -> None:
     """One row prefills, another decodes, both over sealed pages."""
     scene = Scene(layout_of(1, 64, page_size=64), [300, 290], [1, 70], sealed=ALL)
-    attend(scene, 4, 5e-3)
+    check(scene, 4, 5e-3)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +177,7 @@ def test_rows_in_any_shares(
     """However the pages of each codec are dealt out, the answer is the same."""
     few_processors(monkeypatch, shares)
     layout = layout_of(1, 64, page_size=64)
-    attend(Scene(layout, [450, 17, 640, 1, 130], [1, 1, 1, 0, 1], window, sealed=ALL), 2)
+    check(Scene(layout, [450, 17, 640, 1, 130], [1, 1, 1, 0, 1], window, sealed=ALL), 2)
 
 
 @pytest.mark.parametrize("codecs", [(), ALL], ids=["raw", "mixed"])
@@ -204,10 +195,9 @@ def test_rows_do_not_depend_on_the_batch(
     how = Scoring(0.17, invariant=True, return_lse=True)
     together = attend_triton(q, scene.pages, batch, how)
     few_processors(monkeypatch, 7)
-    for b, length in enumerate(lengths):
-        own = Ragged(batch.table, batch.rows[b : b + 1], int32([length]), int32([0, 1]), 1, length)
-        alone = attend_triton(q[b : b + 1], scene.pages, own, how)
-        for all_rows, row in zip(together, alone, strict=True):
+    for b in range(len(lengths)):
+        row_alone = attend_triton(q[b : b + 1], scene.pages, alone(scene, b), how)
+        for all_rows, row in zip(together, row_alone, strict=True):
             assert torch.equal(all_rows[b : b + 1], row), b
     expected, _, _ = scene.answer(q, how)
     torch.testing.assert_close(together[0].double(), expected, rtol=0, atol=NEAR)
@@ -262,13 +252,4 @@ def test_rows_of_anything(data: st.DataObject) -> None:
     switches = {"softcap": draw(st.sampled_from([None, 4.0])), "mass": draw(st.booleans())}
     layout = layout_of(draw(st.integers(1, 2)), dim, page_size=size)
     scene = Scene(layout, lengths, new, window, draw(st.integers(0, 99)), sealed=tuple(codecs))
-    attend(scene, draw(st.sampled_from([1, 3])), invariant=draw(st.booleans()), **switches)
-
-
-def test_rows_through_the_front_door() -> None:
-    """As the runtime calls it."""
-    scene = Scene(layout_of(1, 64, page_size=64), [200], [1], sealed=("kv8", "kv4h"))
-    q = scene.queries(4)
-    o = paged_attention(q, scene.pages, scene.batch, scale=0.17, backend="triton")
-    expected, _, _ = scene.answer(q, Scoring(0.17))
-    torch.testing.assert_close(o.double(), expected, rtol=0, atol=NEAR)
+    check(scene, draw(st.sampled_from([1, 3])), invariant=draw(st.booleans()), **switches)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from flowkv import Geometry
-from flowkv.kernels import Pages, Ragged, Scoring, append
+from flowkv.kernels import (
+    Pages,
+    Ragged,
+    Scoring,
+    append,
+    checking,
+    copy_pages,
+    gather_pages,
+    paged_attention,
+    scatter_pages,
+)
 from tests.inside import GRANULE_BYTES, PageLayout, decoded, page_id, page_layout, transcode
 
 POISON = 0xFF
@@ -213,3 +224,91 @@ class Scene:
         if how.tree is not None and t >= first:
             return bool(int(how.tree[n]) >> (t - first) & 1)
         return t <= own
+
+
+def attend(
+    scene: Scene,
+    q: torch.Tensor,
+    how: Scoring,
+    near: float,
+    backend: str | None = None,
+    *,
+    near_lse: float | None = None,
+    near_mass: tuple[float, float] | None = None,
+    rounding: float = 0.0,
+) -> torch.Tensor:
+    """Compare a backend with dense attention over what the pages decode to; return its output.
+
+    Args:
+        near: Bound of absolute errors of outputs.
+        near_lse: That of logarithms, if another.
+        near_mass: Bounds of relative and absolute errors of pages' mass, if others.
+        rounding: Relative errors of outputs that are allowed beside `near`.
+    """
+    expected, expected_lse, weights = scene.answer(q, how)
+    mass, (rtol, atol) = how.mass, near_mass or (0.0, near)
+    before = None if mass is None else mass.clone()
+    options = how._replace(return_lse=True)._asdict()
+    with checking():
+        o, lse = paged_attention(q, scene.pages, scene.batch, **options, backend=backend)
+    assert o.dtype == q.dtype and o.is_contiguous() and lse.dtype == torch.float32
+    torch.testing.assert_close(o.double(), expected, rtol=rounding, atol=near + rounding)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=near_lse or near)
+    if mass is not None:
+        count = weights.shape[1]
+        assert torch.equal(mass[:, count:], before[:, count:])
+        total = before[:, :count].double() + weights
+        torch.testing.assert_close(mass[:, :count].double(), total, rtol=rtol, atol=atol)
+    return o
+
+
+def alone(scene: Scene, b: int) -> Ragged:
+    """Row b of a scene's batch as a batch."""
+    batch, new, length = scene.batch, scene.new[b], scene.lengths[b]
+    return Ragged(batch.table, batch.rows[b : b + 1], int32([length]), int32([0, new]), new, length)
+
+
+def check_tokens_of_no_row(past: int, new: int, padded: int, near: float, backend: str) -> None:
+    """As in captured steps, whose buffers hold more tokens than their single row has."""
+    scene = Scene(layout_of(2, 64, page_size=16), [past + new], [new])
+    more = scene.batch._replace(most_new=padded, most_length=2 * (past + padded))
+    q = torch.cat([scene.queries(4), torch.full((padded - new, 8, 64), torch.nan)])
+    o = paged_attention(q, scene.pages, more, backend=backend)[:new]
+    expected = paged_attention(q[:new], scene.pages, scene.batch, backend="reference")
+    torch.testing.assert_close(o, expected, rtol=0, atol=near)
+
+
+def check_nan_shows(scene: Scene, where: str, group: int, backend: str) -> None:
+    """NaN in a key or a value of a visible token of a scene of one row and one head."""
+    getattr(scene, where)[0][21, 0, 3] = torch.nan
+    full = scene.batch._replace(starts=int32([0, *scene.lengths]), most_new=scene.lengths[0])
+    append(scene.k[0], scene.v[0], scene.pages, full)
+    o, lse = paged_attention(
+        scene.queries(group), scene.pages, scene.batch, return_lse=True, backend=backend
+    )
+    if where == "k":
+        assert o.isnan().all() and lse.isnan().all()
+    else:
+        assert o[..., 3].isnan().all() and o.isnan().sum() == group * scene.new[0]
+
+
+def check_copies(
+    places: Sequence[int], granules: int, backend: str | None, device: str = "cpu"
+) -> None:
+    """Copy, gather and scatter pages between some places, of which two stay as they are."""
+    count = (len(places) - 2) // 2
+    from_, to = list(places[:count]), list(places[count : 2 * count])
+    shape = len(places), granules * GRANULE_BYTES
+    arena = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).flatten()
+    frames = arena.clone().view(shape)
+    source, target = (int32(p * granules for p in x).to(device) for x in (from_, to))
+    with checking():
+        copy_pages(arena, source, target, granules, backend=backend)
+        frames[to] = frames[from_]
+        assert torch.equal(arena, frames.flatten())
+        out = torch.full((count, shape[1]), 7, dtype=torch.uint8, device=device)
+        gather_pages(arena, source, granules, out, backend=backend)
+        assert torch.equal(out, frames[from_])
+        scatter_pages(arena, target, granules, out.flip(0).contiguous(), backend=backend)
+    frames[to] = out.flip(0)
+    assert torch.equal(arena, frames.flatten())

@@ -4,101 +4,123 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv.kernels import Ragged, append, checking, merge, paged_attention
+from flowkv.kernels import Ragged, Scoring, merge, paged_attention
 from tests.inside import attention as cpu_attention
-from tests.kernels.scene import Scene, int32, layout_of
+from tests.inside import layout_CODECS as CODECS
+from tests.kernels.scene import (
+    Scene,
+    attend,
+    check_nan_shows,
+    check_tokens_of_no_row,
+    int32,
+    layout_of,
+)
 
 TOLERANCE = {"float32": 4e-6, "bfloat16": 1.6e-2, "float16": 2e-3}
 PREFILL_TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 DTYPES = ["float32", "bfloat16", "float16"]
-
-
-@st.composite
-def scenes(draw: st.DrawFn, most_new: int = 8, dtypes: list[str] | None = None) -> Scene:
-    dim = draw(st.sampled_from([16, 20, 64, 80, 96, 128, 256]))
-    size = draw(st.sampled_from([8, 16, 64, 128]))
-    layout = layout_of(
-        kv_heads=draw(st.integers(1, 3)),
-        head_dim=dim,
-        value_dim=draw(st.sampled_from([dim, dim, 16, 24])),
-        page_size=size,
-        dtype=draw(st.sampled_from(dtypes or DTYPES)),
-    )
-    rows = draw(st.integers(0, 4))
-    new = [draw(st.sampled_from([0, 1, 1, 2, 5, most_new])) for _ in range(rows)]
-    past = st.one_of(
-        st.sampled_from([0, 1, size - 1, size, size + 1, 3 * size]), st.integers(0, 200)
-    )
-    lengths = [max(1, n + draw(past)) for n in new]
-    window = draw(st.sampled_from([None, None, 1, 5, size, size + 3, 100]))
-    seed, far = draw(st.integers(0, 99)), draw(st.sampled_from([False, False, False, True]))
-    return Scene(layout, lengths, new, window, seed=seed, far=far)
-
-
-class Switches(NamedTuple):
-    group: int = 2
-    softcap: float | None = None
-    with_sinks: bool = False
-
-
-ANY_SWITCHES = st.builds(
-    Switches,
-    st.sampled_from([1, 2, 3, 4, 5, 7, 8]),
-    st.sampled_from([None, None, 3.0, 50.0]),
-    st.booleans(),
+SEALED = CODECS[1:]
+each_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
+raw_or_sealed = pytest.mark.parametrize(
+    "sealed", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["raw", "sealed"]
 )
 
 
-def attend(scene: Scene, switches: Switches, tolerance: float, backend: str | None) -> None:
-    """Compare a backend with dense attention."""
-    q = scene.queries(switches.group)
-    sinks = torch.linspace(-2, 3, q.shape[1]) if switches.with_sinks else None
-    options = {"scale": 0.17, "softcap": switches.softcap, "sinks": sinks}
-    expected, expected_lse = scene.dense(q, **options)
-    options |= {"window": scene.window, "return_lse": True, "backend": backend}
-    with checking():
-        o, lse = paged_attention(q, scene.pages, scene.batch, **options)
-    assert o.dtype == q.dtype and o.shape == expected.shape and lse.dtype == torch.float32
-    torch.testing.assert_close(o.double(), expected.double(), rtol=0, atol=tolerance)
-    near = max(1e-5, tolerance / 30)
-    torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-6, atol=near)
+@st.composite
+def scenes(draw: st.DrawFn, sealed: bool, most_new: int = 8, causal: bool = True) -> Scene:
+    """Rows of raw pages, or of pages of codecs in any order and raw ones behind them."""
+    dim = draw(st.sampled_from([16, 20, 64, 80, 96, 128, 256]))
+    size = draw(st.sampled_from([8, 16, 64, 72, 128]))
+    small = dim < 64 or size < 64
+    layout = layout_of(
+        kv_heads=draw(st.integers(1, 3)),
+        head_dim=dim,
+        value_dim=draw(st.sampled_from([dim, dim, 72] if not small else [dim, dim, 16, 24])),
+        page_size=size,
+        dtype=draw(st.sampled_from(["float32", *DTYPES])),
+    )
+    rows = draw(st.integers(int(sealed), 4 - sealed))
+    new = [draw(st.sampled_from([0, 1, 1, 2, 3, 5, most_new])) for _ in range(rows)]
+    edges = [0, 1, size - 1, size, size + 1, 2 * size, 3 * size - 1, 3 * size, 4 * size]
+    past = st.one_of(st.sampled_from(edges), st.integers(0, 200))
+    lengths = [max(1, n + draw(past)) if causal else draw(past) for n in new]
+    window = draw(st.sampled_from([None, None, 1, 5, size, size + 3, 2 * size + 3, 100]))
+    any_codecs = st.sampled_from([SEALED, SEALED, *((codec,) for codec in SEALED)])
+    codecs = () if not sealed else ("kv8",) if small else draw(any_codecs)
+    far = not sealed and draw(st.sampled_from([False, False, False, True]))
+    seed = draw(st.integers(0, 99))
+    options = {"sealed": codecs, "far": far, "causal": causal}
+    return Scene(layout, lengths, new, window if causal else None, seed, **options)
 
 
-@given(scene=scenes(), switches=ANY_SWITCHES)
-def test_oracle(scene: Scene, switches: Switches) -> None:
-    attend(scene, switches, TOLERANCE[scene.layout.dtype], "reference")
+@st.composite
+def calls(draw: st.DrawFn, scene: Scene) -> tuple[torch.Tensor, Scoring]:
+    """Queries of a scene, and how they attend: half of them with the switches of most models."""
+    q, plain = scene.queries(draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16]))), draw(st.booleans())
+    heads, rng = q.shape[1], torch.Generator().manual_seed(scene.seed + 2)
+    alibi = tree = mass = None
+    if scene.causal and not plain and draw(st.booleans()):
+        alibi = torch.rand(heads, generator=rng) * 0.1 - 0.03
+    if scene.causal and not plain and draw(st.booleans()):
+        bits = torch.randint(-(1 << 63), (1 << 63) - 1, (len(q),), generator=rng)
+        tree = bits & torch.randint(-(1 << 63), (1 << 63) - 1, (len(q),), generator=rng)
+    if not plain and draw(st.booleans()):
+        columns = scene.batch.table.shape[1]
+        mass = torch.rand(len(scene.lengths), columns, scene.layout.kv_heads, generator=rng)
+    how = Scoring(
+        scale=0.17,
+        window=scene.window,
+        softcap=draw(st.sampled_from([None, None, 3.0, 50.0])),
+        sinks=torch.linspace(-2, 3, heads) if draw(st.booleans()) else None,
+        alibi=alibi,
+        tree=tree,
+        causal=scene.causal,
+        mass=mass,
+        invariant=not plain and draw(st.booleans()),
+    )
+    return q, how
 
 
-@given(scene=scenes(), switches=ANY_SWITCHES)
-def test_numba(scene: Scene, switches: Switches) -> None:
-    attend(scene, switches, TOLERANCE[scene.layout.dtype], "cpu")
-
-
-@given(scene=scenes(), switches=ANY_SWITCHES)
-def test_numba_in_slices(scene: Scene, switches: Switches) -> None:
-    """Items that lie across slices leave partials and merge."""
+@raw_or_sealed
+@pytest.mark.parametrize("way", ["reference", "cpu", "slices"])
+@given(data=st.data())
+def test_every_switch(way: str, sealed: bool, data: st.DataObject) -> None:
+    """In slices, items of several pieces leave partials, on several threads, and merge."""
+    scene = data.draw(scenes(sealed))
+    q, how = data.draw(calls(scene))
+    near = TOLERANCE[scene.layout.dtype]
+    near_lse = max(1e-5, near / 30)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_attention, "slices", lambda work, least: 7)
-        attend(scene, switches, TOLERANCE[scene.layout.dtype], "cpu")
+        if way == "slices":
+            patch.setattr(cpu_attention, "slices", lambda work, least: 7)
+            patch.setattr(cpu_attention, "INVARIANT_TOKENS", 1)
+            patch.setattr(torch, "get_num_threads", lambda: 2)
+        backend = "reference" if way == "reference" else "cpu"
+        bounds = {"near_lse": near_lse, "near_mass": (0.0, 3 * near_lse)}
+        attend(scene, q, how, near, backend, **bounds)
 
 
-@given(scene=scenes(most_new=40), switches=ANY_SWITCHES)
-def test_many_new_tokens(scene: Scene, switches: Switches) -> None:
-    attend(scene, switches, PREFILL_TOLERANCE[scene.layout.dtype], None)
+@raw_or_sealed
+@given(data=st.data())
+def test_many_new_tokens(sealed: bool, data: st.DataObject) -> None:
+    """They see raw pages rounded to the pages' dtype, which blurs logits and weights."""
+    scene = data.draw(scenes(sealed, most_new=40))
+    q, how = data.draw(calls(scene))
+    near = PREFILL_TOLERANCE[scene.layout.dtype]
+    attend(scene, q, how, near, near_mass=(0.0, 3 * near))
 
 
 @pytest.mark.parametrize("past", [0, 1, 300])
 @pytest.mark.parametrize("window", [None, 64, 10_000])
 def test_prefill_longer_than_a_block(past: int, window: int | None) -> None:
     scene = Scene(layout_of(2, 32, page_size=64), [past + 300, 9], [300, 1], window)
-    attend(scene, Switches(), 1e-5, None)
+    attend(scene, scene.queries(2), Scoring(0.17, window), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +137,7 @@ def test_queries_of_another_dtype_and_stride(dtype: str) -> None:
             )
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@each_backend
 def test_float64_and_empty_batches(backend: str) -> None:
     if backend == "reference":
         scene = Scene(layout_of(1, 16, dtype="float64"), [20], [2])
@@ -130,18 +152,12 @@ def test_float64_and_empty_batches(backend: str) -> None:
         assert o.shape == (0, 4, 16) and lse.shape == (0, 4)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@each_backend
 @pytest.mark.parametrize(("past", "new", "padded"), [(0, 20, 32), (0, 1, 32), (150, 60, 64)])
 def test_tokens_of_no_row_behind_a_single_row(
     backend: str, past: int, new: int, padded: int
 ) -> None:
-    """As in captured steps, whose buffers hold more tokens than the row has."""
-    scene = Scene(layout_of(2, 64, page_size=16), [past + new], [new])
-    more = scene.batch._replace(most_new=padded, most_length=2 * (past + padded))
-    q = torch.cat([scene.queries(4), torch.full((padded - new, 8, 64), torch.nan)])
-    o = paged_attention(q, scene.pages, more, backend=backend)[:new]
-    expected = paged_attention(q[:new], scene.pages, scene.batch, backend="reference")
-    torch.testing.assert_close(o, expected, rtol=0, atol=1e-5)
+    check_tokens_of_no_row(past, new, padded, 1e-5, backend)
 
 
 def parts_of(scene: Scene, cut: int) -> list[Ragged]:
@@ -155,16 +171,21 @@ def parts_of(scene: Scene, cut: int) -> list[Ragged]:
     return [before, after]
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_parts_of_any_split_merge_to_the_whole(backend: str, dtype: str) -> None:
-    scene = Scene(layout_of(2, 64, 80, page_size=16, dtype=dtype), [150], [1])
+@each_backend
+@pytest.mark.parametrize(
+    ("length", "size", "dtype", "sealed"),
+    [(150, 16, "float32", ()), (150, 16, "bfloat16", ()), (450, 64, "float32", SEALED)],
+)
+def test_parts_of_any_split_merge_to_the_whole(
+    backend: str, length: int, size: int, dtype: str, sealed: tuple[str, ...]
+) -> None:
+    scene = Scene(layout_of(2, 64, 80, size, dtype), [length], [1], sealed=sealed)
     q = scene.queries(3)
     whole, lse = paged_attention(q, scene.pages, scene.batch, return_lse=True, backend=backend)
-    for cut in range(1, 10):
+    for cut in range(1, length // size):
         parts = [
-            paged_attention(q, scene.pages, part, return_lse=True, backend=backend)
-            for part in parts_of(scene, cut)
+            paged_attention(q, scene.pages, part, causal=causal, return_lse=True, backend=backend)
+            for part, causal in zip(parts_of(scene, cut), (False, True), strict=True)
         ]
         o, o_lse = merge(parts, backend=backend)
         torch.testing.assert_close(o, whole, rtol=0, atol=TOLERANCE[dtype])
@@ -201,21 +222,11 @@ def test_same_call_same_bits_from_many_threads() -> None:
 @pytest.mark.parametrize("where", ["k", "v"])
 def test_nan_in_a_visible_token_shows(dtype: str, where: str) -> None:
     """No fast-math shortcut may turn what the oracle calls NaN into a number."""
-    scene = Scene(layout_of(1, 32, page_size=16, dtype=dtype), [40], [1])
-    x = getattr(scene, where)[0]
-    x[21, 0, 3] = torch.nan
-    full = scene.batch._replace(starts=int32([0, 40]), most_new=40)
-    append(scene.k[0], scene.v[0], scene.pages, full)
-    o, lse = paged_attention(
-        scene.queries(2), scene.pages, scene.batch, return_lse=True, backend="cpu"
-    )
-    if where == "k":
-        assert o.isnan().all() and lse.isnan().all()
-    else:
-        assert o[..., 3].isnan().all() and o.isnan().sum() == 2
+    layout = layout_of(1, 32, page_size=16, dtype=dtype)
+    check_nan_shows(Scene(layout, [40], [1]), where, 2, "cpu")
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@each_backend
 def test_large_logits_stay_exact(backend: str) -> None:
     scene = Scene(layout_of(1, 16), [60], [2])
     q = scene.queries(2) * 300

@@ -11,15 +11,11 @@ from flowkv.kernels import (
     Pages,
     Ragged,
     append,
-    copy_pages,
     gather_dense,
-    gather_pages,
     merge,
     paged_attention,
-    scatter_pages,
 )
-from tests.inside import GRANULE_BYTES
-from tests.kernels.scene import Scene, int32, layout_of
+from tests.kernels.scene import Scene, check_copies, layout_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
@@ -173,22 +169,7 @@ def test_append_and_gather(dtype: str) -> None:
 
 @pytest.mark.parametrize("granules", [1, 3, 128])
 def test_pages_are_copied_bitwise(granules: int) -> None:
-    count = 100
-    total = 2 * count * granules
-    arena = torch.randint(0, 256, (total * GRANULE_BYTES,), dtype=torch.uint8, device="cuda")
-    frames = arena.clone().view(-1, granules * GRANULE_BYTES)
-    places = torch.randperm(2 * count)
-    source, target = places[:count], places[count:]
-    from_, to = (int32((x * granules).tolist()).cuda() for x in (source, target))
-    copy_pages(arena, from_, to, granules)
-    frames[target] = frames[source]
-    assert torch.equal(arena, frames.flatten())
-    out = torch.zeros(count, granules * GRANULE_BYTES, dtype=torch.uint8, device="cuda")
-    gather_pages(arena, from_, granules, out)
-    assert torch.equal(out, frames[source])
-    scatter_pages(arena, to, granules, out.flip(0).contiguous())
-    frames[target] = out.flip(0)
-    assert torch.equal(arena, frames.flatten())
+    check_copies(torch.randperm(202).tolist(), granules, None, "cuda")
 
 
 def test_merge() -> None:

@@ -22,7 +22,7 @@ from flowkv.kernels import (
 from tests.inside import GRANULE_BYTES, ConfigError, GeometryError, page_layout
 from tests.inside import layout_CODECS as CODECS
 from tests.kernels.latent import SWITCHES, latent_layout
-from tests.kernels.scene import Scene, int32
+from tests.kernels.scene import Scene, attend, int32
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 
@@ -59,15 +59,7 @@ def test_attention(backend: str, data: st.DataObject, switches: dict[str, object
     scene = Scene(layout, lengths, new, switches.get("window"), seed=draw(st.integers(0, 9)))
     q = scene.queries(draw(st.sampled_from([1, 3, 16])))
     how = Scoring(**{"scale": 0.05} | switches | tensors(scene, q.shape[1], switches))
-    expected, expected_lse, _ = scene.answer(q, how)
-    with checking():
-        o, lse = paged_attention(
-            q, scene.pages, scene.batch, backend=backend, **how._asdict() | {"return_lse": True}
-        )
-    assert o.dtype == q.dtype
-    near = TOLERANCE[dtype]
-    torch.testing.assert_close(o.double(), expected, rtol=0, atol=near)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=near)
+    attend(scene, q, how, TOLERANCE[dtype], backend)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -7,146 +7,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowkv.kernels import (
-    Pages,
-    Ragged,
-    Scoring,
-    append,
-    checking,
-    gather_dense,
-    merge,
-    paged_attention,
-)
+from flowkv.kernels import Pages, append, checking, gather_dense, paged_attention
 from tests.inside import attention as cpu_mixed_call
-from tests.inside import layout_CODECS as CODECS
-from tests.kernels.scene import Scene, int32, layout_of
+from tests.kernels.scene import Scene, alone, attend, int32, layout_of
+from tests.kernels.test_attention import PREFILL_TOLERANCE, SEALED, calls, each_backend, scenes
 
-TOLERANCE = {"float32": 4e-6, "bfloat16": 1.6e-2, "float16": 2e-3}
-PREFILL_TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
-SEALED = CODECS[1:]
 HEAVY = settings(max_examples=15)
 
 
-@st.composite
-def scenes(draw: st.DrawFn, most_new: int = 6, causal: bool = True) -> Scene:
-    """Rows of pages of codecs in any order; behind them raw pages that hold the new tokens."""
-    dim = draw(st.sampled_from([64, 80, 96, 128, 256, 20]))
-    size = draw(st.sampled_from([64, 72, 128, 16]))
-    small = dim < 64 or size < 64
-    layout = layout_of(
-        kv_heads=draw(st.integers(1, 3)),
-        head_dim=dim,
-        value_dim=draw(st.sampled_from([dim, dim, 72] if not small else [dim, 24])),
-        page_size=size,
-        dtype=draw(st.sampled_from(["float32", "float32", "bfloat16", "float16"])),
-    )
-    rows = draw(st.integers(1, 3))
-    new = [draw(st.sampled_from([1, 1, 2, 3, most_new, 0])) for _ in range(rows)]
-    past = st.sampled_from([0, 1, size, 2 * size, 2 * size + 5, 3 * size - 1, 4 * size])
-    lengths = [max(1, n + draw(past)) for n in new]
-    if not causal:
-        lengths = [draw(past) for _ in new]
-    window = draw(st.sampled_from([None, None, 1, 7, size, 2 * size + 3])) if causal else None
-    codecs = ("kv8",) if small else draw(st.sampled_from([SEALED, SEALED, *((c,) for c in SEALED)]))
-    seed = draw(st.integers(0, 99))
-    return Scene(layout, lengths, new, window, seed, sealed=codecs, causal=causal)
-
-
-@st.composite
-def switches(draw: st.DrawFn, scene: Scene) -> tuple[torch.Tensor, Scoring]:
-    """Queries of a scene, and how they attend; the mass is what it was before the call."""
-    q = scene.queries(draw(st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16])))
-    heads, rng = q.shape[1], torch.Generator().manual_seed(scene.seed + 2)
-    alibi = tree = None
-    if scene.causal and draw(st.booleans()):
-        alibi = torch.rand(heads, generator=rng) * 0.1 - 0.03
-    if scene.causal and draw(st.booleans()):
-        bits = torch.randint(-(1 << 63), (1 << 63) - 1, (len(q),), generator=rng)
-        tree = bits & torch.randint(-(1 << 63), (1 << 63) - 1, (len(q),), generator=rng)
-    mass = torch.rand(
-        len(scene.lengths), scene.batch.table.shape[1], scene.layout.kv_heads, generator=rng
-    )
-    how = Scoring(
-        scale=0.17,
-        window=scene.window,
-        softcap=draw(st.sampled_from([None, None, 3.0])),
-        sinks=torch.linspace(-2, 3, heads) if draw(st.booleans()) else None,
-        alibi=alibi,
-        tree=tree,
-        causal=scene.causal,
-        mass=mass if draw(st.booleans()) else None,
-        return_lse=True,
-        invariant=draw(st.booleans()),
-    )
-    return q, how
-
-
-def attend(
-    scene: Scene, q: torch.Tensor, how: Scoring, tolerance: float, backend: str, blur: float = 30
-) -> None:
-    """Compare a backend with dense attention over what the pages decode to.
-
-    Rows of many new tokens see it rounded to the pages' dtype, which blurs logits and weights.
-    """
-    o, lse, mass = scene.answer(q, how)
-    before = None if how.mass is None else how.mass.clone()
-    with checking():
-        got, got_lse = paged_attention(
-            q, scene.pages, scene.batch, **how._asdict(), backend=backend
-        )
-    assert got.dtype == q.dtype and got_lse.dtype == torch.float32
-    torch.testing.assert_close(got.double(), o, rtol=0, atol=tolerance)
-    near = max(1e-5, tolerance / blur)
-    torch.testing.assert_close(got_lse.double(), lse, rtol=1e-6, atol=near)
-    if before is not None:
-        added = how.mass.double() - before.double()
-        added[:, : mass.shape[1]] -= mass
-        torch.testing.assert_close(added, torch.zeros_like(added), rtol=0, atol=3 * near)
-
-
 @HEAVY
-@given(data=st.data(), scene=scenes())
-def test_oracle(data: st.DataObject, scene: Scene) -> None:
-    q, how = data.draw(switches(scene))
-    attend(scene, q, how, TOLERANCE[scene.layout.dtype], "reference")
-
-
-@settings(max_examples=25)
-@given(data=st.data(), scene=scenes())
-def test_numba(data: st.DataObject, scene: Scene) -> None:
-    q, how = data.draw(switches(scene))
-    attend(scene, q, how, TOLERANCE[scene.layout.dtype], "cpu")
-
-
-@HEAVY
-@given(data=st.data(), scene=scenes())
-def test_numba_in_pieces(data: st.DataObject, scene: Scene) -> None:
-    """Items of several pieces leave partials, on several threads, and merge."""
-    q, how = data.draw(switches(scene))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_mixed_call, "slices", lambda work, least: 7)
-        patch.setattr(cpu_mixed_call, "INVARIANT_TOKENS", 1)
-        patch.setattr(torch, "get_num_threads", lambda: 2)
-        attend(scene, q, how, TOLERANCE[scene.layout.dtype], "cpu")
-
-
-@HEAVY
-@given(data=st.data(), scene=scenes(most_new=40))
-def test_many_new_tokens(data: st.DataObject, scene: Scene) -> None:
-    q, how = data.draw(switches(scene))
-    attend(scene, q, how, PREFILL_TOLERANCE[scene.layout.dtype], "cpu", blur=1)
-
-
-@HEAVY
-@given(data=st.data(), scene=scenes(most_new=30, causal=False))
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@given(data=st.data(), scene=scenes(sealed=True, most_new=30, causal=False))
+@each_backend
 def test_cross_attention(backend: str, data: st.DataObject, scene: Scene) -> None:
     """Every page may be sealed, rows may be empty, and queries may outnumber tokens."""
-    q, how = data.draw(switches(scene))
-    attend(scene, q, how, PREFILL_TOLERANCE[scene.layout.dtype], backend, blur=1)
+    q, how = data.draw(calls(scene))
+    near = PREFILL_TOLERANCE[scene.layout.dtype]
+    attend(scene, q, how, near, backend, near_mass=(0.0, 3 * near))
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@each_backend
 @pytest.mark.parametrize("new", [6, 64])
 def test_tree_of_drafts(backend: str, new: int) -> None:
     """Each draft sees its ancestors and itself: as the row of its path alone."""
@@ -190,13 +69,6 @@ def test_tokens_that_see_nothing_answer_zero() -> None:
         assert o[[0, 2]].isfinite().all() and lse[[0, 2]].isfinite().all()
 
 
-def alone(scene: Scene, b: int) -> Ragged:
-    """Row b of a scene's batch as a batch."""
-    batch = scene.batch
-    new, length = scene.new[b], scene.lengths[b]
-    return Ragged(batch.table, batch.rows[b : b + 1], int32([length]), int32([0, new]), new, length)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sealed", [(), SEALED])
 def test_an_invariant_row_has_the_same_bits_in_any_batch(
@@ -230,26 +102,6 @@ def test_pieces_of_other_sizes_have_other_bits() -> None:
             answers.append(paged_attention(q, scene.pages, scene.batch, invariant=True))
     assert not torch.equal(answers[0], answers[1]) and not torch.equal(answers[1], answers[2])
     torch.testing.assert_close(answers[0], answers[2], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_parts_of_any_split_merge_to_the_whole(backend: str) -> None:
-    scene = Scene(layout_of(2, 64, 80, page_size=64), [450], [1], sealed=SEALED)
-    q, batch = scene.queries(3), scene.batch
-    whole, lse = paged_attention(q, scene.pages, batch, return_lse=True, backend=backend)
-    for cut in range(1, 7):
-        before = batch._replace(lengths=int32([cut * 64]), most_length=cut * 64)
-        rest = 450 - cut * 64
-        after = batch._replace(
-            table=batch.table[:, cut:].contiguous(), lengths=int32([rest]), most_length=rest
-        )
-        parts = [
-            paged_attention(q, scene.pages, part, causal=causal, return_lse=True, backend=backend)
-            for part, causal in ((before, False), (after, True))
-        ]
-        o, o_lse = merge(parts, backend=backend)
-        torch.testing.assert_close(o, whole, rtol=0, atol=4e-6)
-        torch.testing.assert_close(o_lse, lse, rtol=0, atol=1e-5)
 
 
 def test_raw_pages_among_possible_codecs_answer_as_before() -> None:
@@ -293,7 +145,7 @@ def test_layers_and_pools_are_told_apart() -> None:
 
 
 @HEAVY
-@given(data=st.data(), scene=scenes())
+@given(data=st.data(), scene=scenes(sealed=True))
 def test_dense_rows_have_the_same_bits(data: st.DataObject, scene: Scene) -> None:
     longest = max(scene.lengths)
     columns = data.draw(st.sampled_from([1, 7, scene.layout.page_size + 1, longest, longest + 9]))

@@ -13,12 +13,10 @@ from flowkv.kernels import (
     checking,
     copy_pages,
     gather_dense,
-    gather_pages,
-    scatter_pages,
 )
 from tests.inside import GRANULE_BYTES, page_views
 from tests.inside import pages as cpu
-from tests.kernels.scene import POISON, Scene, int32, layout_of
+from tests.kernels.scene import POISON, Scene, check_copies, int32, layout_of
 
 BACKENDS = ["reference", "cpu"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -126,22 +124,7 @@ def test_layers_do_not_touch_each_other(backend: str) -> None:
 @given(data=st.data())
 def test_pages_are_copied_bitwise(backend: str, data: st.DataObject) -> None:
     granules, count = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 7))
-    places = data.draw(st.permutations(range(2 * count + 2)))
-    total = (2 * count + 2) * granules
-    arena = torch.randint(0, 256, (total * GRANULE_BYTES,), dtype=torch.uint8)
-    frames = arena.clone().view(-1, granules * GRANULE_BYTES)
-    source = int32(p * granules for p in places[:count])
-    target = int32(p * granules for p in places[count : 2 * count])
-    with checking():
-        copy_pages(arena, source, target, granules, backend=backend)
-        frames[list(places[count : 2 * count])] = frames[list(places[:count])]
-        assert torch.equal(arena, frames.flatten())
-        out = torch.full((count, granules * GRANULE_BYTES), 7, dtype=torch.uint8)
-        gather_pages(arena, source, granules, out, backend=backend)
-        assert torch.equal(out, frames[list(places[:count])])
-        scatter_pages(arena, target, granules, out.flip(0), backend=backend)
-    frames[list(places[count : 2 * count])] = out.flip(0)
-    assert torch.equal(arena, frames.flatten())
+    check_copies(data.draw(st.permutations(range(2 * count + 2))), granules, backend)
 
 
 def test_moves_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

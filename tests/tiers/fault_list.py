@@ -20,7 +20,6 @@ F3 a bit flips: in a body, a header, the journal, on the wire
   tiers/test_disk_faults.py::test_F3_flipped_bits
   tiers/test_disk_faults.py::test_F3_any_bit_of_a_frame
   tiers/test_disk_faults.py::test_F3_a_journal_page_costs_its_records_at_most
-  tiers/test_frame.py::test_every_bit_of_a_header_counts
   tiers/test_envelope.py::test_every_bit_of_a_small_frame_counts
   tiers/test_check.py::test_every_bit_counts
   tiers/test_shared.py::test_a_flipped_bit_is_a_miss_and_the_frame_is_gone
@@ -62,7 +61,7 @@ F8 any of the wanted frames cannot be loaded
   cache/test_restore.py::test_damaged_files_miss
 F9 another model, layout, dtype, revision or shard asks
   core/test_keys.py::test_every_field_of_a_namespace_matters
-  tiers/test_frame.py::test_every_field_is_part_of_the_frame
+  tiers/test_envelope.py::test_fields_cannot_be_mutated
   tiers/test_check.py::test_every_fixed_field_is_compared
   cache/test_restore.py::test_whatever_differs_misses
   hooks/test_never_wrong.py::test_changed_weights_are_not_served_from_disk

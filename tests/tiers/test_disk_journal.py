@@ -37,7 +37,7 @@ from tests.inside import (
 from tests.inside import journal_PAGE_BYTES as PAGE_BYTES
 from tests.inside import journal_Rows as Rows
 
-from .crashing import MemoryFiles
+from .crashing import BLOCK_BYTES, MemoryFiles
 from .faulty import FaultyFiles
 from .frames import info_of, key_of
 
@@ -216,7 +216,7 @@ def half_full(space: int, *, count: int = 40) -> tuple[MemoryFiles, Journal, lis
     journal = opened(files, PATH, write=True)
     read_new(journal)
     kept = fill(journal, 5)
-    files.space = files.used() + space
+    files.space_bytes = files.used_bytes() + BLOCK_BYTES * space
     with pytest.raises(OSError, match="No space"):
         journal.append([record(journal.next_seq(), slot=n) for n in range(count)])
     return files, journal, kept
@@ -252,7 +252,7 @@ def test_what_was_to_be_kept_is_written_when_it_can_be() -> None:
     gone = [record(journal.next_seq(), op=DELETED) for _ in range(50)]
     with pytest.raises(OSError, match="No space"):
         journal.append(gone, keep=True)
-    files.space = 1 << 40
+    files.space_bytes = 1 << 40
     journal.repair()
     journal.close()
     assert read_new(opened(files, PATH, write=False)) == [*kept, *gone]
@@ -282,7 +282,7 @@ def test_a_reader_sees_that_records_were_taken_back() -> None:
     assert reader.rewound() and not reader.replaced()
     again = opened(files, PATH, write=False)
     assert read_new(again) == kept + later
-    files.space = 1 << 40
+    files.space_bytes = 1 << 40
     for _ in range(60):
         assert not again.rewound()
         assert read_new(again) == fill(journal, 0)

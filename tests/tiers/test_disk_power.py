@@ -19,7 +19,7 @@ from flowkv.tiers.disk import DiskTier
 from tests.inside import COMPLETION, SYNC, Arena, Buffer, Operations
 from tests.inside import engine_Completions as Completions
 
-from .crashing import MemoryFiles
+from .crashing import BLOCK_BYTES, MemoryFiles
 from .files_engine import FilesEngine, tier_over
 from .frames import LAYOUT, body_of, info_of, key_of
 
@@ -81,20 +81,20 @@ class Machine:
             files.on_change = lose_power
             for _ in range(STEPS):
                 if self.rng.random() < 0.3:
-                    self.crowd(files, (1 << 40, 0))
+                    self.crowd(files, (1 << 28, 0))
                     self.delete(tier, self.some())
                     self.crowd(files, (1, 1, 2))
                 self.store(tier, self.some())
-                self.crowd(files, (0, 1, 2, 8, 1 << 40))
+                self.crowd(files, (0, 1, 2, 8, 1 << 28))
             files.on_change = lambda: None
             tier.close()
-            files.space = 1 << 40
+            files.space_bytes = 1 << 40
             self.come_back(files, safe=True)
 
     def crowd(self, files: MemoryFiles, left: Sequence[int]) -> None:
         """Somebody else takes what is left of the disk but for some blocks, or gives it back."""
         if self.rng.random() < 0.6:
-            files.space = files.used() + self.rng.choice(left)
+            files.space_bytes = files.used_bytes() + BLOCK_BYTES * self.rng.choice(left)
 
     def store(self, tier: DiskTier, names: list[int]) -> None:
         items = [Store(KEYS[n], INFOS[n], memoryview(BODIES[n])) for n in names]
@@ -214,14 +214,14 @@ class Ordered(MemoryFiles):
         self.order: list[str] = []
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        self._note(fd, "write")
+        self._watch(fd, "write")
         return super().write(fd, buffers, offset)
 
     def sync(self, fd: int) -> None:
-        self._note(fd, "sync")
+        self._watch(fd, "sync")
         super().sync(fd)
 
-    def _note(self, fd: int, what: str) -> None:
+    def _watch(self, fd: int, what: str) -> None:
         if self._open[fd] is self.files.get(f"{PLACE}/journal"):
             self.order.append(what)
 
@@ -249,13 +249,6 @@ def test_F2_power_loss_deep(durable: bool) -> None:
     power_losses(500_000, 12, durable=durable)
 
 
-def kept(files: MemoryFiles) -> MemoryFiles:
-    """What the next process finds after `kill -9`: everything, and nothing safer than before."""
-    after = MemoryFiles()
-    after.files = files.files
-    return after
-
-
 def test_F2_what_a_killed_process_left_is_safe_before_it_is_confirmed_again() -> None:
     """A durable tier confirms a frame that is there already; so what it finds must be synced."""
     files, careless = MemoryFiles(), Machine(0, durable=False)
@@ -266,7 +259,7 @@ def test_F2_what_a_killed_process_left_is_safe_before_it_is_confirmed_again() ->
     assert {answer.outcome for answer in careless.answers(before, len(stores))} == {Outcome.STORED}
 
     machine = Machine(1, durable=True)
-    files = kept(files)
+    files = files.copy()  # after `kill -9`: everything, and nothing safer than before
     tier = machine.open(files)
     tier.submit_store(stores)
     assert {answer.outcome for answer in machine.answers(tier, len(stores))} == {Outcome.STORED}
@@ -275,20 +268,13 @@ def test_F2_what_a_killed_process_left_is_safe_before_it_is_confirmed_again() ->
         machine.come_back(files.crash(machine.rng))
 
 
-class Full(MemoryFiles):
-    """A disk that takes no more bytes."""
-
-    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-
 def test_F10_a_store_on_a_full_disk_opens_and_is_read() -> None:
     files, machine = MemoryFiles(), Machine(0, durable=False)
     tier = machine.open(files)
     tier.submit_store([Store(KEYS[0], INFOS[0], memoryview(BODIES[0]))])
     assert {answer.outcome for answer in machine.answers(tier, 1)} == {Outcome.STORED}
-    full = Full()
-    full.files = files.files
+    full = files.copy()
+    full.troubles["enospc"] = 1.0
     again = machine.open(full)
     assert machine.hits(again) == {0}
     again.close()

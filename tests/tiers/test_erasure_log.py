@@ -192,6 +192,24 @@ def test_who_has_fallen_behind_its_end_takes_all_as_erased(path: Path) -> None:
     assert len(heard(b).keys) == 100 and heard(c).everything
 
 
+def test_what_is_read_while_it_is_written_hides_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = ErasureLog(path), ErasureLog(path)
+    known, before = set[bytes](), os.pwrite
+
+    def watched(fd: int, data: bytes, at: int) -> int:
+        done = before(fd, data, at)
+        if b.changed():
+            news = b.news()
+            known.update(key for key in KEYS if news.everything or news.has(key))
+        return done
+
+    monkeypatch.setattr(os, "pwrite", watched)
+    tell(a, *KEYS)
+    assert known == set(KEYS)
+
+
 def test_too_much_at_a_time_is_refused(path: Path) -> None:
     a = ErasureLog(path)
     with pytest.raises(StoreError, match="Erase whole realms instead"):
@@ -205,7 +223,10 @@ def test_too_much_at_a_time_is_refused(path: Path) -> None:
 def test_a_flipped_bit_hides_nothing(
     tmp_path_factory: pytest.TempPathFactory, at: int, bit: int
 ) -> None:
-    path = tmp_path_factory.mktemp("log") / "erased"
+    check_flipped(tmp_path_factory.mktemp("log") / "erased", at, bit)
+
+
+def check_flipped(path: Path, at: int, bit: int) -> None:
     a, b = ErasureLog(path), ErasureLog(path)
     tell(a, *KEYS)
     with path.open("r+b") as file:
