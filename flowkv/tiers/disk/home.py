@@ -45,7 +45,8 @@ ERASED = "erased"
 
 RECENT_S = 7 * 86400
 """Frames of a namespace without a bound cache for this long are the first to be evicted."""
-_NOTED_S, _MOST_NAMESPACES, _NAME_LETTERS = 3600, 256, 200
+MOST_NAMESPACES = 256
+_NOTED_S, _NAME_LETTERS = 3600, 200
 
 _OURS = re.compile(r"(superblock\.json|journal|learned)(\.tmp)?|lock|erased|slab-\d{8}|aside-\d+")
 _MOST_BYTES = 1 << 20
@@ -209,7 +210,7 @@ class Home:
                 fresh[digest.hex()] = Named(name=name, used_s=now_s)
         if fresh:
             newest = sorted((known | fresh).items(), key=lambda one: one[1].used_s, reverse=True)
-            there.namespaces = dict(newest[:_MOST_NAMESPACES])
+            there.namespaces = dict(newest[:MOST_NAMESPACES])
             write_superblock(self._files, self.path, there)
 
     def unbind(self, namespaces: Iterable[bytes]) -> None:
@@ -226,7 +227,7 @@ class Home:
     def in_use(self, namespace: bytes) -> bool:
         """Return whether a cache was bound to a namespace lately."""
         named = self.superblock.namespaces.get(namespace.hex()) if self.superblock else None
-        return named is not None and time.time() - named.used_s < RECENT_S
+        return named is not None and abs(time.time() - named.used_s) < RECENT_S
 
     def aside(self) -> list[str]:
         """Return the stores of other formats that were moved out of the way."""
