@@ -138,7 +138,10 @@ def test_a_recording_holds_no_key_no_token_and_no_name(tmp_path: Path) -> None:
 
 def test_forks_and_what_was_not_served_are_not_recorded(tmp_path: Path) -> None:
     kv = make_kv(simple(), pages=16)
+    for _ in range(3):  # a closed one is not kept
+        kv.record(tmp_path / "earlier").close()
     with kv.record(tmp_path / "trace") as recording:
+        assert kv._recordings == [recording]
         seq = prefill(kv, kv.open([1] * 9))
         kv.fork(seq).close()
         kv.enqueue([1] * 9).cancel()
