@@ -521,7 +521,7 @@ class KV:
             page_size=planner.page_size,
             warn=lambda problem: warn(self, "recording", f"{problem} Check the disk."),
         )
-        self._recordings = [*(other for other in self._recordings if other.follows), recording]
+        self._recordings.append(recording)
         return recording
 
     def trace(self, path: str | os.PathLike[str]) -> TraceFile:

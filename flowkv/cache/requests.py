@@ -780,13 +780,8 @@ class Recording(Closing):
         with self._guard:
             self._leave()
 
-    @property
-    def follows(self) -> bool:
-        """Return whether requests are still recorded."""
-        return self.write_request in self._visits.followers
-
     def _leave(self) -> None:
-        if self.follows:
+        if self.write_request in self._visits.followers:
             self._visits.followers.remove(self.write_request)
             try:
                 self._writer.close()

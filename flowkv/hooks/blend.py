@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Items
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -205,7 +206,6 @@ class Blender:
         self._compute = compute or self._prefill
         self._gauge = None if max_kl is None else Gauge(max_kl)
         self._known: dict[bytes, list[Tokens]] = {}  # those learned last come last
-        self._size = 0  # tokens of all
 
     def learn(self, documents: Items[Any], tenant: str | None = None) -> int:
         """Compute documents behind the first token of a text, unless their pages are cached.
@@ -258,7 +258,6 @@ class Blender:
         """
         document = as_tokens(tokens)
         near = self._known.pop(document[:LEAST_TOKENS].tobytes(), [])
-        self._size -= sum(map(len, near))
         for one in near:
             if not np.array_equal(one, document):
                 self.note(one)
@@ -275,9 +274,8 @@ class Blender:
         if not any(np.array_equal(document, one) for one in near):
             near.append(document)
             near.sort(key=len, reverse=True)  # the longest that fits is taken
-            self._size += len(document)
-            while self._size > MOST_TOKENS and len(self._known) > 1:
-                self._size -= sum(map(len, self._known.pop(next(iter(self._known)))))
+            while sum(map(len, chain.from_iterable(self._known.values()))) > MOST_TOKENS:
+                del self._known[next(iter(self._known))]
 
     def remember(self, seq: Sequence) -> None:
         """Take note of a sequence that ends: documents need none."""
@@ -288,7 +286,7 @@ class Blender:
 
     def adopt(self, former: Any) -> None:
         """Take over the documents of the blender before this one."""
-        self._known, self._size = former._known, former._size
+        self._known = former._known
 
     def _stored(self, document: Tokens) -> Tokens:
         """Return a document behind the lead token, padded to whole pages: only those are cached.

@@ -138,10 +138,7 @@ def test_a_recording_holds_no_key_no_token_and_no_name(tmp_path: Path) -> None:
 
 def test_forks_and_what_was_not_served_are_not_recorded(tmp_path: Path) -> None:
     kv = make_kv(simple(), pages=16)
-    for _ in range(3):  # a closed one is not kept
-        kv.record(tmp_path / "earlier").close()
     with kv.record(tmp_path / "trace") as recording:
-        assert kv._recordings == [recording]
         seq = prefill(kv, kv.open([1] * 9))
         kv.fork(seq).close()
         kv.enqueue([1] * 9).cancel()
@@ -149,6 +146,8 @@ def test_forks_and_what_was_not_served_are_not_recorded(tmp_path: Path) -> None:
         assert recording.requests == 0
         seq.close()
         assert recording.requests == 1 and "1 requests" in repr(recording)
+        assert len(recording._writer._known) == 1
+    assert not recording._writer._known, "a closed one keeps no ids"
 
 
 def test_a_recording_that_cannot_be_written_harms_nothing(tmp_path: Path) -> None:

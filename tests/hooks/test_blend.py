@@ -591,4 +591,4 @@ def test_documents_learned_longest_ago_are_given_up(monkeypatch: pytest.MonkeyPa
     for document in (*documents[:5], documents[0], *documents[5:]):
         blender.note(document)
     known = [number for number in range(9) if blender.find(documents[number])]
-    assert known == [0, 5, 6, 7, 8] and blender._size == 200
+    assert known == [0, 5, 6, 7, 8] and len(blender._known) == 5

@@ -30,13 +30,7 @@ from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.memory import own_memory
 from flowkv.tiers.base import Load
-from flowkv.tiers.disk.home import (
-    JOURNAL,
-    MOST_NAMESPACES,
-    Home,
-    Superblock,
-    write_superblock,
-)
+from flowkv.tiers.disk.home import JOURNAL, Home, Superblock, write_superblock
 from flowkv.tiers.disk.journal import (
     CHARGE_BYTES,
     DELETED,
@@ -1111,7 +1105,7 @@ class DiskStore:
         """Record that a cache uses a namespace from now on."""
         with self._lock:
             self._bound[namespace] = self.home.title = name
-            if len(self._bound) > MOST_NAMESPACES:  # of weights that change
+            if len(self._bound) > self.home.most:  # of weights that change
                 del self._bound[next(iter(self._bound))]
             _stores.add(self)
             if self.leads():
