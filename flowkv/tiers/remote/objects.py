@@ -50,6 +50,7 @@ MOST_FRAMES = 1 << 12
 LISTED_NS = 2 * 10**9
 """Closer times are equal: listings give them to the second, files to a tick of the kernel."""
 _HEAD = struct.Struct("<8sH6x16s")
+_span = partial(timedelta, 0)  # of seconds
 
 
 class CatalogLine(msgspec.Struct, frozen=True, array_like=True):
@@ -414,10 +415,6 @@ def _client_environment(uri: str) -> dict[str, Any]:
         for name, value in found.items()
         if value is not None
     }
-
-
-def _span(seconds: float) -> timedelta:
-    return timedelta(seconds=seconds)
 
 
 def _first_line(error: Exception) -> str:
