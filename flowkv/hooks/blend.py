@@ -258,9 +258,9 @@ class Blender:
         """
         document = as_tokens(tokens)
         near = self._known.pop(document[:LEAST_TOKENS].tobytes(), [])
-        for one in near:
-            if not np.array_equal(one, document):
-                self.note(one)
+        for other in near:
+            if not np.array_equal(other, document):
+                self.note(other)
         with self.kv._probe(self._stored(document), tenant, ()) as seq:
             for one in self.kv._open.values():  # such as one that computes it
                 same = one.tenant == seq.tenant and np.array_equal(one.tokens, seq.tokens)
