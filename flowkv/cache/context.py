@@ -18,6 +18,8 @@ from flowkv.policy.restore import LoadGate
 from flowkv.residency.keyed import PolicyPlace
 
 _PARENT, _SLOT = attrgetter("parent"), attrgetter("slot")
+MOST_TENANTS = 1 << 12
+"""Tenants with a number of their own; all later ones share the next."""
 _ALIKE = 16  # pages that follow each other in a prompt have one cost in tiers, however they come
 
 
@@ -60,7 +62,9 @@ class PolicyContext:
 
     def tenant(self, salt: bytes) -> int:
         """Return the number by which policies know a tenant."""
-        return self.tenants.setdefault(salt, len(self.tenants))
+        if len(self.tenants) < MOST_TENANTS:
+            self.tenants.setdefault(salt, len(self.tenants))
+        return self.tenants.get(salt, len(self.tenants))
 
     def insert(
         self,

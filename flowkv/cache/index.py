@@ -80,6 +80,8 @@ class Ghosts:
         surplus = len(self._known) - most
         if surplus >= min(_BATCH, most + 1):
             self._leave(list(islice(self._known, surplus)))
+            if len(self._realms) > 2 * len(self._known):
+                self._realms = {ghost.realm: ghost.realm for ghost in self._known.values()}
 
     def revive(self, key: bytes) -> int:
         """Remove the ghost of a key that comes back; return its slot, -1 if there is none."""

@@ -922,6 +922,17 @@ class Mover:
         busy = [*filter(_BUSY, self.lanes)]
         return self._wait(busy, timeout_s) if busy else 0
 
+    def await_end(self) -> bool:
+        """Wait for the end of a transfer, be it barred by an erasure elsewhere; False if too long.
+
+        Its pages are free then, whether it succeeded or not.
+        """
+        storing, end_s = self.storing, time.monotonic() + self.deadline_s
+        while self.busy and (left_s := end_s - time.monotonic()) > 0:
+            if self.drain(left_s) or self.storing < storing:
+                return True
+        return False
+
     def await_room(self, tier: int, n_bytes: int, ahead_bytes: int = 0) -> None:
         """Wait until a tier takes a frame, see `Lane.takes`, while any transfer is answered."""
         while not self.lanes[tier].takes(n_bytes, ahead_bytes) and self.drain(self.deadline_s):

@@ -549,11 +549,11 @@ class Allocator:
         while (pages := pool.allocate(granules, count, codec)) is None:
             short = count - pool.available(granules)
             leaving = pool.leaving()
-            if leaving >= short and mover.drain(mover.deadline_s):
+            if leaving >= short and mover.await_end():
                 continue  # enough pages wait only for their stores to end
             if self._eviction.make_room(group, max(1, short - leaving)):
                 continue
-            if not mover.storing or not mover.drain(mover.deadline_s):
+            if not mover.storing or not mover.await_end():
                 return None
         return pages
 

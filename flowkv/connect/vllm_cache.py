@@ -143,7 +143,7 @@ class CacheRecorder:
     def record_arrival(self, context: Any) -> None:
         """Record the time of a request's arrival."""
         if self._writer is not None:
-            self._open.setdefault(context.req_id, (time.time_ns(), context, None))
+            self._open.setdefault(context.req_id, (time.monotonic_ns(), context, None))
 
     def record_schedule(self, requests: Iterable[str]) -> None:
         """Count the known chunks of requests as their prompt, and later ones as their answer."""

@@ -116,7 +116,7 @@ def remove_left(path: Path) -> None:
         suppress(OSError),
         os.fdopen(open_descriptor(path, os.O_WRONLY, follow=False), "wb") as file,
     ):
-        young = time.time() - path.stat().st_mtime < _YOUNG_S  # perhaps not locked yet
+        young = abs(time.time() - path.stat().st_mtime) < _YOUNG_S  # perhaps not locked yet
         if not young and lock_byte(file.fileno(), 0, fcntl.F_WRLCK):
             path.unlink()
 

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Items
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,8 @@ __all__ = ["Blender", "KeyTurn"]
 Tokens = NDArray[np.uint32]
 LEAST_TOKENS = 32
 """Least tokens of a document that is looked for; shorter ones are computed."""
+MOST_TOKENS = 1 << 24
+"""Most tokens of documents that are looked for; those learned longest ago are given up first."""
 _CHUNK = 512
 Advance = Callable[[Sequence, int], object]
 """Function that computes so many next tokens of a sequence."""
@@ -202,7 +205,7 @@ class Blender:
         self.kv, self.forward, self.turns, self.lead, self.rule = kv, forward, turns, lead, rule
         self._compute = compute or self._prefill
         self._gauge = None if max_kl is None else Gauge(max_kl)
-        self._known: dict[bytes, list[Tokens]] = {}
+        self._known: dict[bytes, list[Tokens]] = {}  # those learned last come last
 
     def learn(self, documents: Items[Any], tenant: str | None = None) -> int:
         """Compute documents behind the first token of a text, unless their pages are cached.
@@ -254,8 +257,10 @@ class Blender:
             Number of erased blocks.
         """
         document = as_tokens(tokens)
-        near = self._known.get(document[:LEAST_TOKENS].tobytes(), [])
-        near[:] = [one for one in near if not np.array_equal(one, document)]
+        near = self._known.pop(document[:LEAST_TOKENS].tobytes(), [])
+        for other in near:
+            if not np.array_equal(other, document):
+                self.note(other)
         with self.kv._probe(self._stored(document), tenant, ()) as seq:
             for one in self.kv._open.values():  # such as one that computes it
                 same = one.tenant == seq.tenant and np.array_equal(one.tokens, seq.tokens)
@@ -264,10 +269,13 @@ class Blender:
 
     def note(self, document: Tokens) -> None:
         """Look for a document from now on."""
-        near = self._known.setdefault(document[:LEAST_TOKENS].tobytes(), [])
+        begin = document[:LEAST_TOKENS].tobytes()
+        near = self._known[begin] = self._known.pop(begin, [])
         if not any(np.array_equal(document, one) for one in near):
             near.append(document)
             near.sort(key=len, reverse=True)  # the longest that fits is taken
+            while sum(map(len, chain.from_iterable(self._known.values()))) > MOST_TOKENS:
+                del self._known[next(iter(self._known))]
 
     def remember(self, seq: Sequence) -> None:
         """Take note of a sequence that ends: documents need none."""

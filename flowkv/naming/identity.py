@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Identity:
         self.namespace = Namespace(model=name)
         self.read(model)
         # Held weakly: a model must not keep the identities of its former caches alive.
-        weakref.finalize(model, _forget, weakref.ref(self)).atexit = False
+        self._until = weakref.ref(model, partial(_forget, weakref.ref(self)))
 
     def read(self, model: Any, *, anew: bool = False) -> bool:
         """Name the model as it is now; return whether that gave it another name.
@@ -249,7 +250,7 @@ class Identity:
         self._offloaded.clear()
 
 
-def _forget(held: weakref.ref[Identity]) -> None:
+def _forget(held: weakref.ref[Identity], _: weakref.ref[Any]) -> None:
     if (identity := held()) is not None:
         identity._forget()
 

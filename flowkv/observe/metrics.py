@@ -511,14 +511,11 @@ class Tenancy:
         with self._lock:
             rank = self._ranks.get(event.tenant, 0)
             if event.tenant not in self._ranks and len(self._ranks) >= self._most:
-                rank = self._join(min(self._ranks, key=self._ranks.__getitem__))
+                lowest = min(self._ranks, key=self._ranks.__getitem__)  # it joins the others
+                self._others += self._found.pop(lowest)
+                rank = self._ranks.pop(lowest)
             self._ranks[event.tenant] = rank + event.tokens
             self._found.setdefault(event.tenant, Counter())[tier] += event.tokens
-
-    def _join(self, tenant: str) -> int:
-        """Move a tenant's tokens to the others; return its rank."""
-        self._others += self._found.pop(tenant)
-        return self._ranks.pop(tenant)
 
     def tokens(self) -> dict[str, dict[str, int]]:
         """Return prompt tokens by tenant and by the tier that had them; "" is nowhere."""

@@ -64,7 +64,7 @@ class Bridge(Closing):
         self._parents: dict[int, Any] = {}
         self._values: dict[str, list[Any]] = {}
         self._read_s = float("-inf")
-        self._clock, self._epoch_ns = clock, time.time_ns() - round(clock() * 1e9)
+        self._clock, self._epoch_ns = clock, 0
         meter = metrics.get_meter("flowkv") if meter is None else meter
         self._histograms = self._instruments(meter)
         self._gaps, bus = gaps, kv.bus
@@ -121,6 +121,7 @@ class Bridge(Closing):
     def _span(self, event: Event) -> None:
         now_s = self._clock()
         with self._lock:
+            self._epoch_ns = time.time_ns() - round(now_s * 1e9)  # the time of day may be set
             self._lanes.record(event, now_s)
             match event:
                 case events.RestoreEnded():

@@ -169,6 +169,7 @@ class Writer(Closing):
                 self.flush()
             finally:
                 self._file.close()
+                self._known.clear()  # some 60 MB; caches keep their recordings
 
     def _hash(self, name: bytes, what: bytes) -> bytes:
         return hashlib.blake2b(name, digest_size=ID_BYTES, key=self._salt, person=what).digest()

@@ -214,16 +214,39 @@ def test_frames_of_an_earlier_version_are_the_first_to_go(tmp_path: Path) -> Non
     assert by_name(tmp_path)["kept"] == 60 + 3 * (number - 200)
 
 
-@pytest.mark.parametrize("lately", [True, False])
+@pytest.mark.parametrize(
+    ("day", "reason"), [(0, "space"), (8, "unused"), (-8, "unused")], ids=["now", "later", "before"]
+)
 def test_models_that_share_a_directory_keep_their_frames(
-    tmp_path: Path, lately: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, day: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A clock that was ahead once keeps no model's frames for ever."""
     with small_disk(tmp_path, "other") as kv:
         fill(kv, 0, 20)
-    if not lately:
-        now_s = time.time()
-        monkeypatch.setattr(time, "time", lambda: now_s + 8 * 86400)
-    assert first_reason(tmp_path, "mine") == ("space" if lately else "unused")
+    now_s = time.time() + day * 86400
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    assert first_reason(tmp_path, "mine") == reason
+
+
+def test_a_model_that_is_used_for_weeks_keeps_its_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is killed in the end, and another model takes the directory."""
+    kv = small_disk(tmp_path / "kv", "other")
+    fill(kv, 0, 20)
+    now_s = time.time() + 8 * 86400
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    fill(kv, 20, 1)
+    shutil.copytree(tmp_path / "kv", tmp_path / "left")
+    kv.close()
+    assert first_reason(tmp_path / "left", "mine") == "space"
+
+
+def test_names_of_weights_that_change_are_bounded(tmp_path: Path) -> None:
+    tier = small_disk(tmp_path, "mine").planner.store.stack.tiers[0]
+    for number in range(300):
+        tier._store.bind(number.to_bytes(32, "big"), "mine")
+    assert len(tier._store._bound) == 256 and tier.in_use((299).to_bytes(32, "big"))
 
 
 def test_what_any_cache_of_the_process_uses_is_in_use(tmp_path: Path) -> None:

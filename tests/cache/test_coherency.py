@@ -12,7 +12,8 @@ import pytest
 
 from flowkv import KV
 from flowkv.tiers.shared import SharedTier
-from tests.cache.fakes import Silent, Wrapped
+from tests.cache.audit import audit
+from tests.cache.fakes import Deferred, Silent, Wrapped
 from tests.cache.toy import (
     PAGE,
     advance,
@@ -260,6 +261,21 @@ def test_stores_wait_while_somebody_erases_and_not_for_ever(
     assert b.flush() and len(list(b.planner.store.stack.tiers[0].scan())) == 3
     a.close()
     b.close()
+
+
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_pages_whose_stores_wait_for_an_erasure_elsewhere_are_waited_for(
+    tiers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of which they took the most had no room for the next prompt, alone as it was."""
+    monkeypatch.setattr(mover, "_BARRED_S", 0.2)
+    memory = shared(tmp_path)
+    beside = [MemoryTier(1 << 20)] * (tiers - 1)
+    b = make_kv(one_group(), pages=4, tiers=[*beside, Wrapped(memory, kind="disk")])
+    with kv_over(shared(tmp_path)).planner.store.stack.erasure_logs[0].erasing():
+        for prompt in (P, Q, R):
+            published(b, prompt)
+    audit(b)
 
 
 def test_a_step_hears_of_it_where_nobody_opens_prompts(tmp_path: Path) -> None:

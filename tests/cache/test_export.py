@@ -72,14 +72,15 @@ def test_what_was_exported_is_known_elsewhere(tmp_path: Path) -> None:
 
 
 def test_what_killed_exports_left_goes_with_the_next(tmp_path: Path) -> None:
-    left, young = (tmp_path / f".warm.kv.{16 * x}.part" for x in "01")
+    left, young, ahead = (tmp_path / f".warm.kv.{16 * x}.part" for x in "012")
     other = tmp_path / f".other.kv.{16 * '0'}.part"
-    for path in (left, young, other):
+    for path in (left, young, ahead, other):
         path.write_bytes(b"of a prompt")
     kv = make_kv()
     published(kv, P)
     with ArchiveWriter(tmp_path / "warm.kv", Envelope()):
-        (live,) = {*tmp_path.glob(".warm.kv.*")} - {left, young}
+        (live,) = {*tmp_path.glob(".warm.kv.*")} - {left, young, ahead}
+        os.utime(ahead, (9e9, 9e9))  # of a clock that was wrong
         for path in (left, other, live):
             os.utime(path, (1e9, 1e9))
         kv.export(tmp_path / "warm.kv")

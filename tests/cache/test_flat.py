@@ -19,10 +19,10 @@ _FRESH = count()
 
 
 def serve(kv: KV, requests: int) -> None:
-    """Prompts that were never seen, each of a page and a tail, in a conversation of its own."""
+    """Prompts that were never seen, each of a page and a tail, of a conversation and a tenant."""
     for n in (next(_FRESH) for _ in range(requests)):
         ids = [n, n % 997, *range(7)]
-        with kv.open(ids, session=n) as seq:
+        with kv.open(ids, session=n, tenant=str(n)) as seq:
             advance(kv, [seq], [ids])
 
 
@@ -80,6 +80,7 @@ def test_what_is_remembered_of_requests_has_a_bound(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowkv.cache.requests.FEW_SESSIONS", 32)
+    monkeypatch.setattr("flowkv.cache.context.MOST_TENANTS", 32)
     monkeypatch.setattr("flowkv.cache.index._BATCH", 8)
     monkeypatch.setattr("flowkv.cache.index.LEAST_GHOSTS", 32)
     for name in ("FIRST_TIPS", "GHOSTS"):

@@ -146,6 +146,8 @@ def test_forks_and_what_was_not_served_are_not_recorded(tmp_path: Path) -> None:
         assert recording.requests == 0
         seq.close()
         assert recording.requests == 1 and "1 requests" in repr(recording)
+        assert len(recording._writer._known) == 1
+    assert not recording._writer._known, "a closed one keeps no ids"
 
 
 def test_a_recording_that_cannot_be_written_harms_nothing(tmp_path: Path) -> None:

@@ -425,6 +425,7 @@ class TestWhatGoesWrong:
         with blending(model, 0.15) as kv:
             kv.learn(LISTS)
             assert kv.forget(LISTS[0]) > 0
+            assert len(door_of(model).blending.now()._known) == 2
             last(model, PROMPT)
             assert kv.stats()["blend"]["documents"] == 2
             assert kv.learn(LISTS) > len(LISTS[0])
@@ -581,3 +582,13 @@ def test_documents_are_found_wherever_they_stand(data: st.DataObject) -> None:
     for place in found:
         part = prompt[place.first : place.first + place.count]
         assert np.array_equal(place.text[: place.count], part)
+
+
+def test_documents_learned_longest_ago_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowkv.hooks.blend.MOST_TOKENS", 200)
+    blender = Blender(None, None, {}, 1, make_blend_rule("first"))  # type: ignore[arg-type]
+    documents = [np.full(40, number, np.uint32) for number in range(9)]
+    for document in (*documents[:5], documents[0], *documents[5:]):
+        blender.note(document)
+    known = [number for number in range(9) if blender.find(documents[number])]
+    assert known == [0, 5, 6, 7, 8] and len(blender._known) == 5

@@ -31,7 +31,7 @@ def writable(kv: flowkv.KV) -> bool:
 
 
 def test_a_closed_cache_goes_while_its_model_lives() -> None:
-    model, left = models.causal("llama"), list[weakref.ref[Any]]()
+    model, left, ends = models.causal("llama"), list[weakref.ref[Any]](), list[int]()
     for _ in range(2):
         kv = flowkv.attach(model, gpu=PLACE, page_size=16)
         answer(model)
@@ -39,8 +39,10 @@ def test_a_closed_cache_goes_while_its_model_lives() -> None:
         left += map(weakref.ref, (kv, kv.planner.store, *kv.planner.store.pools.values()))
         kv.close()
         del kv
-    gc.collect()
+        gc.collect()
+        ends.append(len(weakref.finalize._registry))
     assert [one() for one in left] == [None] * 6
+    assert ends[1] <= ends[0], "a model keeps something of each former cache"
 
 
 def test_a_cache_goes_with_its_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,6 +109,19 @@ def test_failures_are_errors_and_restores_are_spans(telemetry: Telemetry) -> Non
     spans = {s.name: s for s in telemetry.spans.get_finished_spans()}
     assert spans["flowkv.request"].status.status_code is StatusCode.ERROR
     assert spans["flowkv.restore"].attributes["flowkv.loaded_tokens"] == 6
+
+
+def test_spans_follow_the_time_of_day(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is set in the weeks of a server, and goes on while a machine sleeps."""
+    watched, day_ns = Watched(), time.time_ns()
+    with Bridge(watched, meter=telemetry.meter, tracer=telemetry.tracer):
+        monkeypatch.setattr(time, "time_ns", lambda: day_ns + 86400 * 10**9)
+        watched.bus.emit(events.Queued(request=0, prompt_tokens=1, waiting=1))
+        watched.bus.emit(finished(0, time.perf_counter() - 1.0, 1.0))
+    span = telemetry.spans.get_finished_spans()[-1]
+    assert abs(span.end_time - day_ns - 86400e9) < 3600e9
 
 
 def test_nothing_is_told_once_it_is_closed(telemetry: Telemetry) -> None:

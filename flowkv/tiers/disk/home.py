@@ -45,7 +45,7 @@ ERASED = "erased"
 
 RECENT_S = 7 * 86400
 """Frames of a namespace without a bound cache for this long are the first to be evicted."""
-_NOTED_S, _MOST_NAMESPACES, _NAME_LETTERS = 3600, 256, 200
+_NOTED_S, _NAME_LETTERS = 3600, 200
 
 _OURS = re.compile(r"(superblock\.json|journal|learned)(\.tmp)?|lock|erased|slab-\d{8}|aside-\d+")
 _MOST_BYTES = 1 << 20
@@ -128,10 +128,13 @@ class Home:
         superblock: Superblock of the directory; None while its owner is still making it, or if this
             version cannot read it.
         found: Whether the superblock was there before.
+        most: Most namespaces that are recorded.
 
     Raises:
         StoreError: The directory cannot be used; the message has the remedy.
     """
+
+    most = 256
 
     def __init__(
         self, files: FileIO, directory: str, capacity_bytes: int, *, exclusive: bool
@@ -209,7 +212,7 @@ class Home:
                 fresh[digest.hex()] = Named(name=name, used_s=now_s)
         if fresh:
             newest = sorted((known | fresh).items(), key=lambda one: one[1].used_s, reverse=True)
-            there.namespaces = dict(newest[:_MOST_NAMESPACES])
+            there.namespaces = dict(newest[: self.most])
             write_superblock(self._files, self.path, there)
 
     def unbind(self, namespaces: Iterable[bytes]) -> None:
@@ -226,7 +229,7 @@ class Home:
     def in_use(self, namespace: bytes) -> bool:
         """Return whether a cache was bound to a namespace lately."""
         named = self.superblock.namespaces.get(namespace.hex()) if self.superblock else None
-        return named is not None and time.time() - named.used_s < RECENT_S
+        return named is not None and abs(time.time() - named.used_s) < RECENT_S
 
     def aside(self) -> list[str]:
         """Return the stores of other formats that were moved out of the way."""

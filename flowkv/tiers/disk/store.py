@@ -966,6 +966,7 @@ class DiskStore:
                         self._note_deleted(late)
                 if late:
                     self.abandon(late)
+                self._note_bound()  # once an hour: a process that is killed later notes nothing
         except Exception:
             self.abandon(batch)
             raise
@@ -1103,8 +1104,11 @@ class DiskStore:
         """Record that a cache uses a namespace from now on."""
         with self._lock:
             self._bound[namespace] = self.home.title = name
+            if len(self._bound) > self.home.most:  # of weights that change
+                del self._bound[next(iter(self._bound))]
             _stores.add(self)
-            self._note_bound()
+            if self.leads():
+                self._note_bound()
 
     def in_use(self, namespace: bytes) -> bool:
         """Return whether a cache of this process uses a namespace, or another one did lately."""
@@ -1112,9 +1116,8 @@ class DiskStore:
         return bound or self.home.in_use(namespace)
 
     def _note_bound(self) -> None:
-        if self._bound and self.leads():
-            with contextlib.suppress(OSError):  # a full disk: their frames may be evicted too early
-                self.home.name(self._bound)
+        with contextlib.suppress(OSError):  # a full disk: their frames may be evicted too early
+            self.home.name(self._bound)
 
     # --- ownership of the directory --------------------------------------------------------------
 

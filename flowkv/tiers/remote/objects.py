@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import random
 import re
 import struct
 import threading
@@ -49,6 +50,7 @@ MOST_FRAMES = 1 << 12
 LISTED_NS = 2 * 10**9
 """Closer times are equal: listings give them to the second, files to a tick of the kernel."""
 _HEAD = struct.Struct("<8sH6x16s")
+_span = partial(timedelta, 0)  # of seconds
 
 
 class CatalogLine(msgspec.Struct, frozen=True, array_like=True):
@@ -415,10 +417,6 @@ def _client_environment(uri: str) -> dict[str, Any]:
     }
 
 
-def _span(seconds: float) -> timedelta:
-    return timedelta(seconds=seconds)
-
-
 def _first_line(error: Exception) -> str:
     return without_secrets(str(error).partition("\n")[0])[:200]
 
@@ -426,7 +424,9 @@ def _first_line(error: Exception) -> str:
 # `ObjectTier`: frames in an object store, and the catalogs that make opening it cheap.
 
 FLUSH_FRAMES, FLUSH_S = 512, 5.0
-MOST_CATALOGS = 16
+MOST_CATALOGS, MANY_CATALOGS, TURN = 16, 1 << 10, 1 / 64
+"""Catalogs that are not merged at the opening, nor later; share of later looks at which they are,
+so that nodes take turns."""
 
 
 class ObjectTier(RemoteTier):
@@ -481,10 +481,13 @@ class ObjectTier(RemoteTier):
         return facts
 
     def refresh(self) -> None:
-        """Read catalogs that were not there before."""
+        """Read catalogs that were not there before; choose too many to be merged, now and then."""
         look = self.known.look()
         for facts in self._news():
             self.known.merge(facts, look)
+        most = MANY_CATALOGS + 4 * len(self.known) // MOST_FRAMES
+        if len(self._seen) > most and random.random() < TURN:
+            self._old = sorted(self._seen)
 
     def flush(self) -> None:
         """Write a catalog of new frames, if many or after a while; or merge old catalogs."""
@@ -501,6 +504,7 @@ class ObjectTier(RemoteTier):
         """Yield the frames of each catalog that was not read yet."""
         listed = islice(self.backend.names(INDEX, self.limits.call_s), MOST_KNOWN)
         unread = {one.name: one.n_bytes for one in listed if 0 < one.n_bytes <= MOST_BYTES}
+        self._seen.intersection_update(unread)  # others were merged
         for name in sorted(unread.keys() - self._seen)[-MOST_READ:]:  # names begin with a time
             read = partial(self._catalog, name, unread[name])
             yield read() or read()  # perhaps it was damaged on its way
@@ -520,9 +524,9 @@ class ObjectTier(RemoteTier):
             self._seen.add(name)
 
     def _merge(self) -> None:
-        """Replace many catalogs, some of them with deleted frames, by few."""
+        """Replace many catalogs, some of them with deleted frames, by few; try it once."""
+        old, self._old = self._old, []
         facts = [(key, fact) for key, fact in self.known.facts() if fact.info is not None]
         for at in range(0, len(facts), MOST_FRAMES):
             self._write(facts[at : at + MOST_FRAMES])
-        self.backend.remove([f"{INDEX}/{name}" for name in self._old], self.limits.call_s)
-        self._old = []
+        self.backend.remove([f"{INDEX}/{name}" for name in old], self.limits.call_s)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -417,6 +418,29 @@ def test_many_catalogs_are_merged(tmp_path: Path) -> None:
     tier = ObjectTier(uri)
     assert len(list(tier.backend.names(objects.INDEX, 1.0))) == 1
     assert [entry.key for entry in tier.scan()] == [key_of(n) for n in range(1, MOST_CATALOGS + 1)]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_catalogs_are_merged_while_running(
+    tmp_path: Path, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: without the right to delete, each second added as many again."""
+    monkeypatch.setattr(objects, "MANY_CATALOGS", 3)
+    monkeypatch.setattr(objects, "TURN", 1.0)
+    uri, quiet = tmp_path.as_uri(), RemoteLimits(every_s=1e6)
+    tier = ObjectTier(uri, limits=quiet)
+    for number in range(5):
+        leave(ObjectTier(uri, limits=quiet), [number])
+    other = ObjectTier(uri, limits=quiet)
+    if not allowed:
+        monkeypatch.setattr(tier.backend, "remove", mock.Mock(side_effect=PermissionError))
+    tier.refresh()
+    for _ in range(3):
+        with contextlib.suppress(PermissionError):
+            tier.flush()
+    tier.close()
+    other.refresh()
+    assert len(other._seen) == len(os.listdir(tmp_path / objects.INDEX)) == (1 if allowed else 6)
 
 
 def test_frames_of_another_process_are_noticed(tmp_path: Path) -> None:
