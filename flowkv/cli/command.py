@@ -23,15 +23,6 @@ from flowkv.demo.run import DemoFailed
 from flowkv.report.screen import Screen
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `flowkv`, and return its exit status.
-
-    Args:
-        arguments: Words behind `flowkv`; default those of the process.
-    """
-    return run(_parser(), arguments)
-
-
 def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; raise nothing for errors of the command itself.
 
@@ -63,9 +54,6 @@ def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         return _complain(as_json, str(error))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader has closed the pipe, as in `flowkv inspect DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -85,7 +73,8 @@ def _terminated(_signal: int, _frame: FrameType | None) -> NoReturn:
 def _complain(as_json: bool, text: str, *, usage: str = "", status: int = 2) -> int:
     print(f"{usage}flowkv: {text}", file=sys.stderr)
     if as_json:
-        _print_json({"error": text}, sys.stdout)
+        with contextlib.suppress(OSError):  # a full disk may be the error itself
+            _print_json({"error": text}, sys.stdout)
     return status
 
 
@@ -112,7 +101,8 @@ def _plain_warnings(debug: bool) -> Iterator[None]:
         yield
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return the parser of all verbs."""
     parser = Parser(
         prog="flowkv",
         description="A paged, tiered, shared and persistent key/value cache for any PyTorch model.",
