@@ -10,8 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -34,7 +33,8 @@ def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
     as_json, debug = "--json" in words, "--debug" in words
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - closed, as by `>&-`
     if arguments is None:
-        signal.signal(signal.SIGTERM, _terminated)
+        # Unwinds, so that processes and temporary directories are cleaned up.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         given = parser.parse_args(words)
         # Output of libraries belongs to standard error: standard output is the result.
@@ -48,12 +48,10 @@ def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
             _print_json(result, result_stream)
         sys.stdout.flush()
         return int(status)
-    except Misused as error:
-        return _complain(as_json, f"{error}", usage=error.usage)
-    except FlowKVError as error:
+    except (Misused, FlowKVError) as error:
         if debug:
             traceback.print_exc()
-        return _complain(as_json, str(error))
+        return _complain(as_json, str(error), usage=getattr(error, "usage", ""))
     except BrokenPipeError:  # the reader has closed the pipe, as in `flowkv inspect DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -64,10 +62,6 @@ def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
         text = f"Something unexpected happened: {kind}{error}".rstrip(".")
         hint = "" if debug else ". Run again with --debug for details"
         return _complain(as_json, f"{text}{hint}.", status=1)
-
-
-def _terminated(_signal: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(143)  # unwinds, so that processes and temporary directories are cleaned up
 
 
 def _complain(as_json: bool, text: str, *, usage: str = "", status: int = 2) -> int:

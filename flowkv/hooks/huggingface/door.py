@@ -668,9 +668,7 @@ class ForwardHook:
         pads = None if call.problem else call.pads()
         problem = self._apart(call, pads)
         if problem or pads is None:
-            raise StateError(
-                f"no cache for this prompt: {problem}", "Call generate without a cache"
-            )
+            raise StateError(f"no cache for this prompt: {problem}", "Call generate without one")
         pressed = isinstance(self.sparsifier, Press)  # the kept tokens get their own pages
         if self._waits(call, pads) and not pressed:
             cache: Any = native_cache(self.model)

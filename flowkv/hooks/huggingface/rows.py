@@ -541,9 +541,7 @@ class Rows:
                 "Start a new generation without it",
             )
         if self.kv.closed or not self.seqs or any(map(_CLOSED, self.seqs)):
-            raise StateError(
-                "the KV behind this cache is closed", "Start a new generation without it"
-            )
+            raise StateError("the KV behind this cache is closed", "Start a new generation")
 
 
 def replace_all(rows: Rows, seqs: Items[Sequence], columns: int) -> None:
