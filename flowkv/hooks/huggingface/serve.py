@@ -246,7 +246,8 @@ def _check(config: Any, own: Any, vocabulary: int, rows: int) -> None:
     for number in made:
         if not 1 <= number <= rows:
             raise errors.ConfigError(f"{number} beams or sequences", f"Ask for 1 to {rows}")
-    if len("".join(config.stop_strings or "")) > 512:  # compared with all of the vocabulary
+    stops = config.stop_strings if config.stop_strings != own.stop_strings else None
+    if len("".join(stops or "")) > 512:  # each is compared with the whole vocabulary
         raise errors.ConfigError("stop strings of over 512 characters", "Shorten them")
 
 
