@@ -335,8 +335,8 @@ class _Middleware:
         watching = asyncio.ensure_future(watch())
         try:
             if barred := _BARRED.intersection(call.body.get("chat_template_kwargs") or ()):
-                told = f"chat_template_kwargs holds {', '.join(sorted(barred))}"
-                raise errors.ConfigError(told, "Leave it out, or save it with the tokenizer")
+                problem = f"chat_template_kwargs holds {', '.join(sorted(barred))}"
+                raise errors.ConfigError(problem, "Leave it out, or save it with the tokenizer")
             await self._app(scope, replay, _completing(call, begin))
         except Exception as error:
             if begun:  # streams write theirs
