@@ -597,7 +597,7 @@ _REASONS = {
     "during a forward": "changes itself in each forward; served with `revision=`",
     "other windows": "masks other tokens than its cache keeps",
     "cache of its own": "has a cache of its own",
-    "no past_key_values": "has a cache of its own",
+    "an empty DynamicCache": "has a cache of its own",
 }
 
 

@@ -189,7 +189,7 @@ def surface() -> str:
     """All of it, as the file has it."""
     sections = {
         "Names": names(load()),
-        "Commands": verbs(command._parser()),
+        "Commands": verbs(command.make_parser()),
         "Metrics": (
             f"{name}: {metric.kind}{{{', '.join(metric.labels)}}}"
             for name, metric in sorted(NAMES.items())

@@ -10,6 +10,7 @@ import sys
 import tomllib
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -132,6 +133,24 @@ def test_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     break_doctor(monkeypatch, KeyboardInterrupt())
     assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_interruption_of_imports(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "flowkv.cli.command")
+    monkeypatch.setattr(sys, "meta_path", [Mock(find_spec=Mock(side_effect=KeyboardInterrupt))])
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "doctor --json"])
+def test_a_full_disk_is_an_error(words: str) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-u", "-m", "flowkv.cli", *words.split()]
+        done = subprocess.run(command, stdout=full, stderr=-1, text=True, cwd=ROOT, check=False)
+    told = [" No space left " in done.stderr, "Traceback" in done.stderr]
+    assert (done.returncode, *told) == (1, True, False)
 
 
 def test_warnings_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
@@ -447,7 +466,7 @@ def test_bad_prompts(
     assert not (tmp_path / "kv").exists()
 
 
-@pytest.mark.parametrize("store", ["kv:200", "kv:7XiB", "s3://bucket/kv"])
+@pytest.mark.parametrize("store", ["kv:200", "kv:7XiB", "s3://bucket/kv", __file__])
 def test_bad_stores(store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p").write_text("x")
     words = ("generate", "--model", "none", "--prompts", str(tmp_path / "p"), "--store", store)

@@ -159,7 +159,7 @@ def test_modules_can_be_run_and_know_their_options(module: str) -> None:
 @pytest.mark.parametrize(
     ("parser", "told_words"),
     [
-        (cli_command._parser(), [(c, c.words[1:]) for c in FLOWKVS]),
+        (cli_command.make_parser(), [(c, c.words[1:]) for c in FLOWKVS]),
         (bench_command.parser(), [(c, c.words[3:]) for c in MODULES if c.words[2] == "bench"]),
     ],
     ids=["flowkv", "bench"],

@@ -1407,7 +1407,7 @@ class KV:
 
         def __getattr__(self, name: str) -> Any:
             if name in ("is_compileable", "get_seq_length"):  # which models ask of their caches
-                remedy = "Pass past_key_values=kv.cache(**inputs), or leave it out"
+                remedy = "Pass kv.cache(**inputs) in its place, or leave it out"
                 raise _NoCacheError("a KV is no cache of one call", remedy)
             return object.__getattribute__(self, name)  # raises again what led here
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from flowkv.cli.command import main
+from flowkv.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

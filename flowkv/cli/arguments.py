@@ -42,6 +42,9 @@ class Parser(argparse.ArgumentParser):
         """Raise `Misused` with a message; called by `argparse`."""
         raise Misused(self.format_usage(), message)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file or sys.stderr, flush=True)  # argparse hides errors
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments; of a verb, refuse what is unknown with its own usage."""
         found, unknown = super().parse_known_args(args, namespace)

@@ -10,8 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -21,15 +20,6 @@ from flowkv.cli.arguments import Misused, Parser, adder
 from flowkv.core.errors import FlowKVError
 from flowkv.demo.run import DemoFailed
 from flowkv.report.screen import Screen
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `flowkv`, and return its exit status.
-
-    Args:
-        arguments: Words behind `flowkv`; default those of the process.
-    """
-    return run(_parser(), arguments)
 
 
 def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +33,8 @@ def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
     as_json, debug = "--json" in words, "--debug" in words
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - closed, as by `>&-`
     if arguments is None:
-        signal.signal(signal.SIGTERM, _terminated)
+        # Unwinds, so that processes and temporary directories are cleaned up.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         given = parser.parse_args(words)
         # Output of libraries belongs to standard error: standard output is the result.
@@ -57,15 +48,10 @@ def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
             _print_json(result, result_stream)
         sys.stdout.flush()
         return int(status)
-    except Misused as error:
-        return _complain(as_json, f"{error}", usage=error.usage)
-    except FlowKVError as error:
+    except (Misused, FlowKVError) as error:
         if debug:
             traceback.print_exc()
-        return _complain(as_json, str(error))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return _complain(as_json, str(error), usage=getattr(error, "usage", ""))
     except BrokenPipeError:  # the reader has closed the pipe, as in `flowkv inspect DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -78,14 +64,11 @@ def run(parser: Parser, arguments: Sequence[str] | None = None) -> int:
         return _complain(as_json, f"{text}{hint}.", status=1)
 
 
-def _terminated(_signal: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(143)  # unwinds, so that processes and temporary directories are cleaned up
-
-
 def _complain(as_json: bool, text: str, *, usage: str = "", status: int = 2) -> int:
     print(f"{usage}flowkv: {text}", file=sys.stderr)
     if as_json:
-        _print_json({"error": text}, sys.stdout)
+        with contextlib.suppress(OSError):  # a full disk may be the error itself
+            _print_json({"error": text}, sys.stdout)
     return status
 
 
@@ -112,7 +95,8 @@ def _plain_warnings(debug: bool) -> Iterator[None]:
         yield
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return the parser of all verbs."""
     parser = Parser(
         prog="flowkv",
         description="A paged, tiered, shared and persistent key/value cache for any PyTorch model.",

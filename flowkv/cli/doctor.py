@@ -96,7 +96,6 @@ def examine(directory: str | os.PathLike[str] = ".") -> list[Finding]:
         "Python": _python,
         "packages": _core,
         "GPU": _gpu,
-        "Triton": _triton,
         "C compiler": _compiler,
         "processor": _processor,
         "memory": _memory,
@@ -157,15 +156,7 @@ def _package(
 def _core() -> Iterator[Finding]:
     for name, oldest in _CORE.items():
         yield _package(name, oldest, f"{name}>={oldest}", ("bad", "bad"))
-
-
-def _triton() -> Iterator[Finding]:
-    version = version_of("triton")
-    if not version:
-        advice = "It comes with PyTorch on Linux; the CPU needs none"
-        yield Finding("triton", "note", "not installed", advice)
-    else:
-        yield Finding("triton", "ok", version, data={"version": version})
+    yield _package("triton", "0", "triton", ("note", "note"), " (comes with PyTorch, for GPUs)")
 
 
 def _gpu() -> Iterator[Finding]:

@@ -74,21 +74,15 @@ def _namespaces(found: Inspection | ScrubReport) -> list[list[str]]:
     return _rows({f"namespace {d[:16]} ({names.get(d, 'unknown')})": s for d, s in shares.items()})
 
 
-def _drop(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.tiers.disk.inspect import drop
-
-    report = drop(given.directory, given.drop, keyring=_keyring(given.config))
-    screen.say(f"{report.frames:,} frames, {format_size(report.bytes)}, were erased.")
-    return 0, {"directory": str(given.directory), **msgspec.structs.asdict(report)}
-
-
 def _scrub(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
-    from flowkv.tiers.disk.inspect import RepairReport, repair, scrub
-
-    if given.drop is not None:
-        return _drop(given, screen)
+    from flowkv.tiers.disk.inspect import RepairReport, drop, repair, scrub
 
     keyring = _keyring(given.config)
+    if given.drop is not None:
+        erased = drop(given.directory, given.drop, keyring=keyring)
+        screen.say(f"{erased.frames:,} frames, {format_size(erased.bytes)}, were erased.")
+        return 0, {"directory": str(given.directory), **msgspec.structs.asdict(erased)}
+
     check = repair if given.repair else scrub
     with screen.progress("repairing" if given.repair else "checking") as tell:
         report = check(

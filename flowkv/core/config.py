@@ -296,7 +296,9 @@ def _disk(rest: str, text: str) -> TierConfig:
         raise _misplaced(text, problem, f"Write disk:{behind}")
     if "\0" in path:
         raise _misplaced(text, "holds a zero byte", "Write an ordinary path")
-    return TierConfig("disk", os.path.expanduser(path), size)
+    if os.path.isfile(path := os.path.expanduser(path)):
+        raise _misplaced(text, "is a file", "Name a directory, which is made if need be")
+    return TierConfig("disk", path, size)
 
 
 def _remote(scheme: str, text: str) -> TierConfig:

@@ -369,11 +369,10 @@ class _File:
     def save(self) -> None:
         if not (self._fresh and self.named):
             return
-        body = bytes(self._digests + self._sums)
+        body, self._fresh = bytes(self._digests + self._sums), False  # not tried again: one warning
         try:
             with replacing(self._manifest) as file:
                 file.write(xxhash.xxh3_128_digest(body) + body)
-            self._fresh = False
         except OSError as error:
             warnings.warn(
                 f"{self._manifest} cannot be written ({error}): later processes cannot verify "

@@ -96,7 +96,7 @@ class Rows:
             assert [self.tier.lookup(key, context) for key in keys] == [HIT] * len(keys)
         job = TransferJob(self.jobs, keys, np.arange(len(keys)), load, context)
         (self.tier.submit_load if load else self.tier.submit_store)(job)
-        end_s = time.monotonic() + 60
+        end_s = time.monotonic() + 240
         while not (done := list(self.tier.get_finished_jobs())):
             assert time.monotonic() < end_s
             time.sleep(0.001)

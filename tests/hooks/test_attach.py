@@ -60,7 +60,7 @@ def test_the_kv_itself_is_no_cache_of_one_call(model: Any) -> None:
     given = {"input_ids": models.prompt(20)}
     with attached(model) as kv:
         for call in (model, partial(model.generate, max_new_tokens=2)):
-            with pytest.raises(ConfigError, match=r"past_key_values=kv\.cache\("):
+            with pytest.raises(ConfigError, match=r"Pass kv\.cache\("):
                 call(**given, past_key_values=kv)
         for name in ("get_seq_length", "no_such_field"):
             assert not hasattr(kv, name) and open_rows(kv) == 0
@@ -149,6 +149,11 @@ class TestTheModel:
                 assert torch.equal(answer(model, prompt), expected)
                 assert torch.equal(answer(model, prompt), expected)
                 assert reused(kv) > 0
+                names, own = door_of(model).names, DynamicCache(config=model.config)
+                names.other = "past_key_values" if names.cache == "cache" else "cache"
+                with torch.no_grad():
+                    model(prompt, past_key_values=own, cache=None, use_cache=True, logits_to_keep=1)
+                assert isinstance(own, PagedCache)
         finally:
             model.__class__ = before
 
@@ -957,7 +962,7 @@ class TestWarnings:
             assert reused(kv) > 0
 
     @pytest.mark.parametrize(
-        "case", ["autocast", "gradients", "filled", "no past_key_values", "offloaded", "layers"]
+        "case", ["autocast", "gradients", "filled", "no cache", "offloaded", "layers"]
     )
     def test_of_a_forward(self, model: Any, case: str) -> None:
         ids = models.prompt(40)
@@ -971,7 +976,7 @@ class TestWarnings:
                     cache.update(*torch.ones(2, 1, 2, 3, 16).unbind(), index)
                 cache.layers[0].keys.fill_(1)
                 cache.layers[0].values.fill_(1)
-            elif case == "no past_key_values":
+            elif case == "no cache":
                 del given[PAST]
             elif case == "offloaded":
                 cache.offloading, cache.only_non_sliding = True, True

@@ -67,15 +67,15 @@ CASES: dict[str, tuple[str | None, Change]] = {
     "all logits": (None, lambda _, given: given | {"logits_to_keep": 0}),
     "chosen logits": (None, lambda _, given: given | {"logits_to_keep": torch.tensor([1])}),
     "logits unsaid": (None, lambda _, given: {k: v for k, v in given.items() if "logits" not in k}),
-    "no cache": ("it has no past_key_values", lambda _, given: given | {PAST: None}),
+    "no cache": ("it has no cache", lambda _, given: given | {PAST: None}),
     "a static cache": (
-        "are a StaticCache",
+        "is a StaticCache",
         lambda model, given: given | {PAST: StaticCache(model.config, max_cache_len=64)},
     ),
     "a class of the user's": (None, lambda _, given: given | {PAST: Mine()}),
     "a class without a hash": (None, lambda _, given: given | {PAST: Compared()}),
     "an offloaded cache": (
-        "are offloaded",
+        "is offloaded",
         lambda _, given: given | {PAST: _marked(given[PAST], offloading=True)},
     ),
     "a cache given to generate": (
@@ -83,11 +83,11 @@ CASES: dict[str, tuple[str | None, Change]] = {
         lambda _, given: given | {PAST: _marked(given[PAST], _is_user_defined=True)},
     ),
     "a filled cache": (
-        "were filled without FlowKV",
+        "was filled without FlowKV",
         lambda _, given: given | {PAST: _filled(given[PAST])},
     ),
     "a cache of another model": (
-        "have other layers than the model",
+        "has other layers than the model",
         lambda _, given: given | {PAST: _shorter(given[PAST])},
     ),
     "a cache that left its pages": (

@@ -158,7 +158,7 @@ class TestWithoutAnybodyToCompute:
         with restoring(llama, frames, part) as (kv, tier, _):
             cache, first = half(llama, kv, tier, prompt, lose), 192
             if lose:
-                with pytest.raises(StateError, match="hold 96 columns, not 192"):
+                with pytest.raises(StateError, match="holds 96 columns, not 192"):
                     last(first)
                 first = cache.get_seq_length()
             assert right(last(first), llama, prompt)
@@ -192,7 +192,7 @@ class TestWithoutAnybodyToCompute:
                 cache.crop(190)
                 first = 190
             assert cache.get_seq_length() == 96
-            with pytest.raises(StateError, match=f"hold 96 columns, not {first}"):
+            with pytest.raises(StateError, match=f"holds 96 columns, not {first}"):
                 last(cache, first, masked=masked)
             assert right(last(cache, 96, masked=masked), llama, prompt)
 

@@ -428,9 +428,12 @@ def test_a_stream_of_what_generate_refuses_does_not_begin(servers: tuple[Server,
         ({"bad_words_ids": [[1, 256]]}, "bad_words_ids has token 256"),
         ({"sequence_bias": [[[10**30], 1.0]]}, "logit_bias or sequence_bias has token 1000"),
         ({"suppress_tokens": [256]}, "suppress_tokens has token 256"),
-        ({"begin_suppress_tokens": [-1]}, "begin_suppress_tokens has token -1"),
+        ({"begin_suppress_tokens": [-2]}, "begin_suppress_tokens has token -2"),
         ({"eos_token_id": [3, 256]}, "eos_token_id has token 256"),
-        ({"pad_token_id": -2, "num_beams": 2}, "pad_token_id has token -2"),
+        ({"pad_token_id": -1, "num_beams": 2}, "pad_token_id has token -1"),
+        ({"max_time": "x"}, "the request is malformed (TypeError"),
+        ({"is_assistant": True}, "the request is malformed (TypeError"),
+        ({"stop_strings": ["x" * 500, "y" * 13]}, "stop strings of over 512 characters"),
         ({"forced_bos_token_id": 256}, "forced_bos_token_id has token 256"),
         ({"forced_eos_token_id": [256]}, "forced_eos_token_id has token 256"),
         ({"sequence_bias": [[[1], 1e39]]}, "a bias is out of range"),
@@ -454,7 +457,8 @@ def test_options_out_of_range_are_refused_before_the_first_token(
 def test_options_that_only_differ_from_tokens_are_served(servers: tuple[Server, Server]) -> None:
     ours, plain = servers
     options = {"eos_token_id": -1, "sequence_bias": [[[ord("z")], 100.0]], "max_new_tokens": 5}
-    config = json.dumps({**options, "bad_words_ids": [[1]], "suppress_tokens": [0, 255]})
+    options |= {"bad_words_ids": [[1]], "suppress_tokens": [0, 255, -1], "pad_token_id": -1}
+    config = json.dumps({**options, "begin_suppress_tokens": [-1]})
     answers = [content(each.chat(turn("x"), generation_config=config)) for each in (ours, plain)]
     assert answers == ["z" * 12] * 2
 
@@ -464,7 +468,14 @@ def test_options_that_only_differ_from_tokens_are_served(servers: tuple[Server, 
     [
         ("completions", {"prompt": "x", "suffix": 3}),
         ("completions", {"prompt": "x" * 4097}),
-        ("chat/completions", {"chat_template_kwargs": {"return_assistant_tokens_mask": True}}),
+        *(
+            ("chat/completions", {"chat_template_kwargs": odd})
+            for odd in (
+                {"return_assistant_tokens_mask": True},
+                {"chat_template": "{% for i in range(9) %}x{% endfor %}"},
+                {"padding": "max_length", "max_length": 10},
+            )
+        ),
     ],
 )
 def test_what_no_answer_can_have_is_refused_before_it(

@@ -229,6 +229,16 @@ def _read_one(path: Path, manifests: Path, name: str) -> Checkpoint:
     return found
 
 
+def test_a_manifest_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    save_file({"a": torch.randn(64, 64)}, tmp_path / "w.safetensors")
+    found = _read_one(tmp_path / "w.safetensors", tmp_path / "sums", "a")
+    (tmp_path / "sums").rmdir()
+    with pytest.warns(RuntimeWarning, match="cannot be written") as told:
+        found.save()
+        found.close()
+    assert len(told) == 1
+
+
 def test_two_that_write_a_manifest_at_a_time_leave_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -271,7 +271,7 @@ def _check_overflow(door: ForwardHook) -> None:
 
 
 def make_cache(kv: KV, *args: Any, care: Mapping[str, Any] = NOTHING, **inputs: Any) -> Any:
-    """Make a cache for one call: `generate(**inputs, past_key_values=kv.cache(**inputs))`.
+    """Make a cache for one call of `generate`: an argument beside `**inputs`.
 
     This does what happens by itself in a forward of the attached model, for a tenant of choice. In
     a forked child it is a `DynamicCache`.
@@ -295,7 +295,7 @@ def make_cache(kv: KV, *args: Any, care: Mapping[str, Any] = NOTHING, **inputs: 
     if door is None or not door.installed:
         raise ConfigError(
             "the cache is attached to no model",
-            "Call flowkv.attach(model), or generate without past_key_values",
+            "Call flowkv.attach(model), or generate without a cache",
         )
     if args:
         inputs = {door.names.ids: args[0], **inputs}

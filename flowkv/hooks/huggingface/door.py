@@ -443,21 +443,21 @@ class ForwardHook:
     def _foreign(self, cache: Any) -> str | None:
         """Return the problem of a cache, "" for none; None for a user's class: no warning then."""
         if cache is None:
-            return "it has no past_key_values; give it an empty DynamicCache"
+            return "it has no cache; give it an empty DynamicCache"
         if type(cache) is not DynamicCache:
             known = type(cache).__module__.startswith("transformers.")
-            return f"its past_key_values are a {type(cache).__name__}" if known else None
+            return f"its cache is a {type(cache).__name__}" if known else None
         if getattr(cache, "offloading", False):
-            return "its past_key_values are offloaded"
+            return "its cache is offloaded"
         if getattr(cache, "_is_user_defined", False) and not hasattr(cache, "care"):
             return "generate was given a DynamicCache; give it kv.cache(...), or none"
         if cache.get_seq_length():
-            return "its past_key_values were filled without FlowKV"
+            return "its cache was filled without FlowKV"
         model = self.model
         if not self.plan.matches(cache.layers, model.config):
             if configured_layers(model.config) < self.plan.count:
                 return "it is a draft that exits early, with fewer layers than the model"
-            return "its past_key_values have other layers than the model"
+            return "its cache has other layers than the model"
         return ""
 
     # ---- the first forward of a cache
@@ -663,14 +663,12 @@ class ForwardHook:
         try:
             self.refresh()
         except UnsupportedModelError as error:
-            raise StateError(error.problem, "Call generate without past_key_values") from error
+            raise StateError(error.problem, "Call generate without a cache") from error
         call = ForwardCall(self.names, given)
         pads = None if call.problem else call.pads()
         problem = self._apart(call, pads)
         if problem or pads is None:
-            raise StateError(
-                f"no cache for this prompt: {problem}", "Call generate without past_key_values"
-            )
+            raise StateError(f"no cache for this prompt: {problem}", "Call generate without one")
         pressed = isinstance(self.sparsifier, Press)  # the kept tokens get their own pages
         if self._waits(call, pads) and not pressed:
             cache: Any = native_cache(self.model)

@@ -429,8 +429,13 @@ class Names:
         self.cache, self.other = ("cache", _PAST) if newer else (_PAST, "cache" if takes else None)
 
     def own(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments with the cache by its own name: of two caches that named `cache`."""
-        cache = given["cache" if "cache" in given else _PAST]
+        """Return arguments with the cache by its own name: of two caches that named `cache`.
+
+        None as `cache` hides no cache from a forward that has the former name, too.
+        """
+        cache = given.get("cache")
+        if cache is None and ("cache" not in given or _PAST in self.parameters):
+            cache = given.get(_PAST)
         return {n: one for n, one in given.items() if n != self.other} | {self.cache: cache}
 
 

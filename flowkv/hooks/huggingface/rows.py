@@ -227,7 +227,7 @@ class Rows:
         if self._agrees is not None:
             self.agree()
         if self.restoring is not None and not self.restoring.complete():
-            raise StateError("past_key_values that were on their way did not come", "Try again")
+            raise StateError("pages on their way to this cache did not come", "Try again")
         self.step = None
         full = self.total >= self._next_full
         if full and not self.blind:
@@ -288,7 +288,7 @@ class Rows:
         if self.restoring is None:
             return
         if self.kv.inherited or not self.restoring.complete():
-            raise StateError("past_key_values that were on their way did not come", "Try again")
+            raise StateError("pages on their way to this cache did not come", "Try again")
         if self.step is not None:
             self.step.refresh()
 
@@ -478,7 +478,7 @@ class Rows:
         """
         if any(seq.dropped for seq in self.seqs):
             raise StateError(
-                f"past_key_values that lost tokens by sparsify= cannot {wish}",
+                f"a cache that lost tokens by sparsify= cannot {wish}",
                 "Attach the model without sparsify= for this",
             )
 
@@ -537,15 +537,11 @@ class Rows:
         """
         if self.kv.lock.torn:
             raise StateError(
-                "this process was forked while another thread changed the FlowKV cache behind "
-                "these past_key_values",
-                "Start a new generation without them",
+                "this process was forked while another thread changed the KV behind this cache",
+                "Start a new generation without it",
             )
         if self.kv.closed or not self.seqs or any(map(_CLOSED, self.seqs)):
-            raise StateError(
-                "the FlowKV cache behind these past_key_values is closed",
-                "Start a new generation without them",
-            )
+            raise StateError("the KV behind this cache is closed", "Start a new generation")
 
 
 def replace_all(rows: Rows, seqs: Items[Sequence], columns: int) -> None:
@@ -583,7 +579,7 @@ def check_paired(call: ForwardCall) -> None:
     if call.names.encoder and not isinstance(cache, EncoderDecoderCache):
         raise StateError(
             "an encoder-decoder needs a cache of its cross attention beside the one of its tokens",
-            "Pass past_key_values=EncoderDecoderCache(kv.cache(...), DynamicCache())",
+            f"Pass {call.names.cache}=EncoderDecoderCache(kv.cache(...), DynamicCache())",
         )
 
 
@@ -619,9 +615,9 @@ def refuse_lost(rows: Rows) -> None:
     told, rows.lost = rows.told, 0
     if rows.base < told:
         raise StateError(
-            f"these past_key_values hold {rows.base} columns, not {told}: the others did not come "
+            f"this cache holds {rows.base} columns, not {told}: the others did not come "
             "and could not be computed",
-            "Give the model all that is behind their get_seq_length(), as generate does",
+            "Give the model all that is behind its get_seq_length(), as generate does",
         )
 
 
@@ -653,7 +649,7 @@ def _check_padding(rows: Rows, call: ForwardCall) -> None:
         shown = bool((mask[:, :width].cpu().bool() & padding[:, : mask.shape[1]]).any())
     if shown:
         raise StateError(
-            "the mask shows tokens that are padding to these past_key_values",
+            "the mask shows tokens that are padding to this cache",
             "Give kv.cache(...) and the model the same prompt and the same mask",
         )
 

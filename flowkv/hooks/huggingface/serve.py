@@ -50,6 +50,12 @@ _TOKENS = (
 ).split()
 """Options of `generate` that are tokens, or hold some."""
 
+_OPTIONAL = "pad_token_id eos_token_id suppress_tokens begin_suppress_tokens".split()
+"""Of them, options with -1 for none; the first one, only where no rows are padded."""
+
+_BARRED = {"chat_template", "padding", "tokenizer_kwargs", "processor_kwargs"}
+"""Arguments of a chat template with which a request could block the server, or fill its memory."""
+
 _LONGEST = 32 << 20
 """Bytes of the longest body."""
 
@@ -169,13 +175,13 @@ class _Generation:
         except (errors.CapacityError, errors.ConfigError, errors.UnsupportedModelError):
             return self._alone(given, {**options, "streamer": streamer}, care)
         call.answer = answer
-        call.begin()
         try:
             if call.gone:
                 answer.cancel()
             if streamer is not None:
                 streamer.put(ids)
                 for token in answer:
+                    call.begin()  # some options fail at the first token
                     streamer.put(torch.tensor([token]))
             done = answer.result()
             call.record_reuse(engine.kv, done.reused_tokens)
@@ -221,11 +227,13 @@ def _check(config: Any, own: Any, vocabulary: int, rows: int) -> None:
     bias = config.sequence_bias or ()  # clients send whole numbers
     pairs = bias.items() if isinstance(bias, dict) else bias
     config.sequence_bias = {tuple(ids): float(value) for ids, value in pairs} or None
+    made = config.num_beams or 1, config.num_return_sequences or 1  # they share their rows
+    optional = _OPTIONAL[made != (1, 1) :]
     for name in _TOKENS:
         if (given := getattr(config, name, None)) == getattr(own, name, None):
             continue
         for token in _whole_numbers(list(given) if isinstance(given, dict) else given):
-            if not -(name == "eos_token_id") <= token < vocabulary:  # -1 is none
+            if not -(name in optional) <= token < vocabulary:
                 name = name.replace("sequence", "logit_bias or sequence")
                 remedy = f"Use tokens from 0 on, below {vocabulary}"
                 raise errors.ConfigError(f"{name} has token {token}", remedy)
@@ -235,9 +243,12 @@ def _check(config: Any, own: Any, vocabulary: int, rows: int) -> None:
         raise errors.ConfigError(f"temperature={config.temperature}", "Use 0, or 1e-30 to 1e6")
     if config.exponential_decay_length_penalty and config.eos_token_id is own.eos_token_id is None:
         raise errors.ConfigError("a length penalty without an end token", "Give eos_token_id")
-    for made in (config.num_beams or 1, config.num_return_sequences or 1):  # they share their rows
-        if not 1 <= made <= rows:
-            raise errors.ConfigError(f"{made} beams or sequences", f"Ask for 1 to {rows}")
+    for number in made:
+        if not 1 <= number <= rows:
+            raise errors.ConfigError(f"{number} beams or sequences", f"Ask for 1 to {rows}")
+    stops = config.stop_strings if config.stop_strings != own.stop_strings else None
+    if len("".join(stops or "")) > 512:  # each is compared with the whole vocabulary
+        raise errors.ConfigError("stop strings of over 512 characters", "Shorten them")
 
 
 def _whole_numbers(value: Any) -> Iterator[int]:
@@ -323,6 +334,9 @@ class _Middleware:
         _CALL.set(call)
         watching = asyncio.ensure_future(watch())
         try:
+            if barred := _BARRED.intersection(call.body.get("chat_template_kwargs") or ()):
+                problem = f"chat_template_kwargs holds {', '.join(sorted(barred))}"
+                raise errors.ConfigError(problem, "Leave it out, or save it with the tokenizer")
             await self._app(scope, replay, _completing(call, begin))
         except Exception as error:
             if begun:  # streams write theirs
