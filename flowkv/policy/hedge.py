@@ -45,8 +45,10 @@ def drop(ring: Array, book: Array, s: int) -> None:
 
 
 @kernel
-def ask(nodes: Array, ring: Array, book: Array, slots: Array, now: int, room: int) -> bool:
-    """Move a request's known blocks, root to leaf, to the front of the ring.
+def ask(
+    nodes: Array, ring: Array, book: Array, slots: Array, blocks: int, now: int, room: int
+) -> bool:
+    """Move the known of a request's `blocks`, root to leaf, to the front of the ring.
 
     Blocks that LRU or the place holds become the newest. Blocks beyond `room` (how many fit; 0 if
     unknown) leave the ring before.
@@ -71,7 +73,7 @@ def ask(nodes: Array, ring: Array, book: Array, slots: Array, now: int, room: in
             book[HELD] += 1
             if book[LAST] < 0:
                 book[LAST] = s
-    book[ASKED] += len(slots)
+    book[ASKED] += max(blocks, len(slots))
     left = book[SURPLUS] + STAKE + book[ASKED] // SHARE
     if left < 0 or left >= AGAIN:
         book[MAY] = left >= 0
@@ -173,8 +175,8 @@ class Hedge(HazardIndex):
         """
         slots = as_slots(slots)
         super().access(now_ns, slots, visit)
-        told = self._order[0], self._ring, self._book, slots, now_ns, max(self._left)
-        if ask(*told) != self._learned:
+        told = self._order[0], self._ring, self._book, slots, visit.blocks
+        if ask(*told, now_ns, max(self._left)) != self._learned:
             self._turn(not self._learned)
 
     def remove(self, slots: Slots) -> None:
