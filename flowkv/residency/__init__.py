@@ -406,7 +406,10 @@ class Ledger:
                 shelf.policy.pin(slots)
 
     def _unpin(self, now: int, slots: Slots, done: bool) -> None:
-        """Unpin blocks once; blocks that did not arrive, or expired meanwhile, leave."""
+        """Unpin blocks once; blocks that did not arrive, or expired meanwhile, leave.
+
+        The caller then evicts what was pinned beyond a place's room.
+        """
         if len(slots) > self._widest:
             self._widen(len(slots))
         n = at.unpin(self._blocks, self._state, slots, done, self._out)
@@ -419,8 +422,6 @@ class Ledger:
                 if len(gone):
                     shelf.policy.remove(gone)
                     self._moves.append(Move(gone, shelf.number, -1))
-        for shelf in self._shelves:  # once all have left all places
-            self._make_room(now, shelf, 0)
 
     def _overflow(self, now: int, landed: Slots) -> Slots:
         """Make room in the first place for what `land` wrote; return those beyond it."""
@@ -451,7 +452,9 @@ class Ledger:
         return max(LEAST_GHOSTS, GHOSTS_PER_RESIDENT * int(self._state[at.RESIDENT]))
 
     def _end(self, now: int) -> list[Move]:
-        """End a request: evict the blocks that exceed limits of tenants; return the moves."""
+        """End pins: evict what exceeds a place, or limits of tenants; return the moves."""
+        for shelf in self._shelves:
+            self._make_room(now, shelf, 0)
         for shelf in self._shelves:
             if shelf.shed and len(victims := shelf.shed(now, self._protected(shelf))):
                 self._give_up(now, shelf.number, victims)
@@ -642,8 +645,8 @@ class Ledger:
             raise StateError(
                 f"blocks {slots[:8].tolist()} are not all pinned", "Pass what pin() returned, once"
             )
-        self._unpin(self._advance(now_ns), slots, done=False)
-        return self._flush()
+        self._unpin(now := self._advance(now_ns), slots, done=False)
+        return self._end(now)
 
     def resize(self, now_ns: int, place: int, capacity_bytes: int) -> Sequence[Move]:
         """Change the capacity of a place. Pinned blocks stay, even if they exceed it."""

@@ -69,6 +69,15 @@ def test_held_blocks_stay_in_a_stack_as_in_one_place(trace, capacity):
     assert stack.replay().hits.tolist() == alone.course.hits.tolist()
 
 
+@settings(max_examples=15)
+@given(trace=traces, held=st.booleans())
+def test_a_limit_of_a_tenant_holds_in_one_place_as_in_a_stack(trace, held):
+    policies = [Tenants(lambda: make_policy("lfu-ttl"), {0: Quota(0, 5)}) for _ in range(2)]
+    alone = OnePlace(trace, policies[0], 9, held=held)
+    stack = PlaceStack(trace, policies[1:], [9], held=held)
+    assert stack.replay().hits.tolist() == alone.replay().hits.tolist() and alone.used <= 5
+
+
 @settings(max_examples=12)
 @given(trace=traces, rooms=st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_sums(trace, rooms):
