@@ -12,6 +12,8 @@ from bench.policy.finding import Finding
 from bench.serve.ground import Ground, Setting
 from bench.serve.served import percentile
 from bench.serve.workload import Load, draw
+from flowkv.engine.runner import PackedRunner
+from flowkv.hooks.huggingface.packed import PackedForward
 from flowkv.observe.events import EngineStep
 
 ROWS = 64
@@ -80,8 +82,10 @@ def measure_steps(ground: Ground, setting: Setting) -> list[Steps]:
     setting = msgspec.structs.replace(setting, max_rows=ROWS, token_budget=2 * ROWS + 512)
     with ground.engine(setting) as (engine, kv):
         runner, found = engine._loop.runner, []
-        held = getattr(runner, "_forward", runner)  # rows apart have no forward of all of them
-        held._model = watch = _Watch(held._model)
+        assert isinstance(runner, PackedRunner) and isinstance(runner._forward, PackedForward)
+        call = runner._forward._call
+        watch = _Watch(call._model())
+        call._model = lambda: watch  # type: ignore[assignment]
         for context in (_SHORT, long):
             load = Load(
                 requests=ROWS + 1,

@@ -45,10 +45,8 @@ def drop(ring: Array, book: Array, s: int) -> None:
 
 
 @kernel
-def ask(
-    nodes: Array, ring: Array, book: Array, slots: Array, blocks: int, now: int, room: int
-) -> bool:
-    """Move the known of a request's `blocks`, root to leaf, to the front of the ring.
+def ask(nodes: Array, ring: Array, book: Array, slots: Array, now: int, room: int) -> bool:
+    """Move a request's known blocks, root to leaf, to the front of the ring.
 
     Blocks that LRU or the place holds become the newest. Blocks beyond `room` (how many fit; 0 if
     unknown) leave the ring before.
@@ -73,7 +71,7 @@ def ask(
             book[HELD] += 1
             if book[LAST] < 0:
                 book[LAST] = s
-    book[ASKED] += max(blocks, len(slots))
+    book[ASKED] += len(slots)
     left = book[SURPLUS] + STAKE + book[ASKED] // SHARE
     if left < 0 or left >= AGAIN:
         book[MAY] = left >= 0
@@ -175,8 +173,9 @@ class Hedge(HazardIndex):
         """
         slots = as_slots(slots)
         super().access(now_ns, slots, visit)
-        told = self._order[0], self._ring, self._book, slots, visit.blocks
-        if ask(*told, now_ns, max(self._left)) != self._learned:
+        self._book[ASKED] += max(visit.blocks - len(slots), 0)
+        told = self._order[0], self._ring, self._book, slots, now_ns, max(self._left)
+        if ask(*told) != self._learned:
             self._turn(not self._learned)
 
     def remove(self, slots: Slots) -> None:

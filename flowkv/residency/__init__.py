@@ -394,10 +394,8 @@ class Ledger:
         """Return the pinned blocks of a place, for a policy that does not track pins itself."""
         if shelf.pins:
             return NO_SLOTS
-        known = self._blocks[: self._state[at.FRESH]]
-        here = known["here"] >> shelf.number & 1 == 1
-        found: Slots = np.flatnonzero((known["pins"] > 0) & here)
-        return found
+        known, k = self._blocks[: self._state[at.FRESH]], shelf.number
+        return as_slots(np.flatnonzero((known["pins"] > 0) & (known["here"] >> k & 1 == 1)))
 
     def _pin(self, slots: Slots) -> None:
         at.pin(self._blocks, self._state, slots)
@@ -455,7 +453,6 @@ class Ledger:
         """End pins: evict what exceeds a place, or limits of tenants; return the moves."""
         for shelf in self._shelves:
             self._make_room(now, shelf, 0)
-        for shelf in self._shelves:
             if shelf.shed and len(victims := shelf.shed(now, self._protected(shelf))):
                 self._give_up(now, shelf.number, victims)
         return self._flush()

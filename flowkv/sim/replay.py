@@ -660,12 +660,11 @@ class PlaceStack:
             first, end = int(trace.offsets[r]), int(trace.offsets[r + 1])
             tenant, tokens = int(trace.tenants[r]), int(trace.input_tokens[r])
             about = About(session=int(trace.sessions[r]), tokens=tokens, tenant=tenant)
-            stop, output = int(trace.stops[r]), int(trace.output_tokens[r])
-            ids, end_of = pairs[first:end], {"stop": stop, "output_tokens": output}
+            end_of = {"stop": int(trace.stops[r]), "output_tokens": int(trace.output_tokens[r])}
             if self.held:
-                plan = ledger.begin(now, r, space, ids, about)
+                plan = ledger.begin(now, r, space, pairs[first:end], about)
             else:
-                plan = ledger.serve(now, space, ids, about, request=r, **end_of)
+                plan = ledger.serve(now, space, pairs[first:end], about, request=r, **end_of)
             chain, sources = trace.blocks[first:end], plan.sources
             self.course.hits[r] = plan.hits
             self.course.held[r] = int(np.count_nonzero(sources >= 0))
