@@ -262,8 +262,8 @@ class OnePlace:
         """Give blocks room, and insert them in the policy."""
         if not len(new):
             return
-        cost = {} if self.costs_ns is None else {"cost_ns": int(self.costs_ns[new].mean())}
-        self.policy.insert(now, new, self.trace.parents[new], tenant=tenant, **cost)
+        cost = 0 if self.costs_ns is None else int(self.costs_ns[new].mean())
+        self.policy.insert(now, new, self.trace.parents[new], cost_ns=cost, tenant=tenant)
         self.here[new] = True
         self.used += len(new)
         if self.states is not None:
