@@ -194,7 +194,8 @@ class OnePlace:
             over = self.used + len(some) - self.capacity_bytes
             if self.held and over > 0 and (gone := policy.evict(now, over, chain)) is not None:
                 self._left(now, gone)
-            self._insert(now, some, tenant)
+            if len(some):
+                self._insert(now, some, tenant)
         policy.complete(now, r, stop=stop, output_tokens=output)
         if self.hints is not None:
             self._hint(now, r, policy)
@@ -204,9 +205,8 @@ class OnePlace:
         course.policy_ns[r] += perf_counter_ns() - start
         if self.states is not None:
             self.states.save_states(r, chain, used, hits, self.used)
-        for gone in victims:
-            if gone is not None:
-                self._left(now, gone)
+        for gone in [some for some in victims if some is not None]:
+            self._left(now, gone)
         if self.prefetcher is not None:
             if self.hints is not None:
                 self._hint(now, r, self.prefetcher)
@@ -260,10 +260,10 @@ class OnePlace:
 
     def _insert(self, now: int, new: Slots, tenant: int) -> None:
         """Give blocks room, and insert them in the policy."""
-        if not len(new):
-            return
-        cost = 0 if self.costs_ns is None else int(self.costs_ns[new].mean())
-        self.policy.insert(now, new, self.trace.parents[new], cost_ns=cost, tenant=tenant)
+        said: dict[str, Any] = {"tenant": tenant}
+        if self.costs_ns is not None:
+            said["cost_ns"] = int(self.costs_ns[new].mean())
+        self.policy.insert(now, new, self.trace.parents[new], **said)
         self.here[new] = True
         self.used += len(new)
         if self.states is not None:

@@ -16,7 +16,6 @@ from flowkv import NEVER
 from flowkv.policy import Policy, make_policy
 from flowkv.policy.prefetch import Prefetcher
 from flowkv.sim import Trace, build_trace, generate, replay
-from flowkv.sim.trace import TraceHints
 from flowkv.testing import MemoryTier
 from tests.cache.fakes import lasting
 from tests.cache.toy import PAGE, advance, make_kv, simple
@@ -33,6 +32,7 @@ from tests.inside import (
     ReplayTier,
     Shape,
     Tenants,
+    TraceHints,
     WriteAdmission,
     block_costs,
     first_tokens_s,
