@@ -441,7 +441,7 @@ if TYPE_CHECKING:
         tier_from,
     )
     from flowkv.sim.restore import Decoder
-    from flowkv.sim.trace import hints_of, next_turns, read_npz, wide
+    from flowkv.sim.trace import TraceHints, hints_of, next_turns, read_npz, wide
     from flowkv.tensors import embedding
     from flowkv.tensors import weights as weights_module
     from flowkv.tensors.checkpoint import Checkpoint

@@ -173,6 +173,7 @@ class Hedge(HazardIndex):
         """
         slots = as_slots(slots)
         super().access(now_ns, slots, visit)
+        self._book[ASKED] += max(visit.blocks - len(slots), 0)
         told = self._order[0], self._ring, self._book, slots, now_ns, max(self._left)
         if ask(*told) != self._learned:
             self._turn(not self._learned)

@@ -394,10 +394,8 @@ class Ledger:
         """Return the pinned blocks of a place, for a policy that does not track pins itself."""
         if shelf.pins:
             return NO_SLOTS
-        known = self._blocks[: self._state[at.FRESH]]
-        here = known["here"] >> shelf.number & 1 == 1
-        found: Slots = np.flatnonzero((known["pins"] > 0) & here)
-        return found
+        known, k = self._blocks[: self._state[at.FRESH]], shelf.number
+        return as_slots(np.flatnonzero((known["pins"] > 0) & (known["here"] >> k & 1 == 1)))
 
     def _pin(self, slots: Slots) -> None:
         at.pin(self._blocks, self._state, slots)
@@ -406,7 +404,10 @@ class Ledger:
                 shelf.policy.pin(slots)
 
     def _unpin(self, now: int, slots: Slots, done: bool) -> None:
-        """Unpin blocks once; blocks that did not arrive, or expired meanwhile, leave."""
+        """Unpin blocks once; blocks that did not arrive, or expired meanwhile, leave.
+
+        The caller then evicts what was pinned beyond a place's room.
+        """
         if len(slots) > self._widest:
             self._widen(len(slots))
         n = at.unpin(self._blocks, self._state, slots, done, self._out)
@@ -419,8 +420,6 @@ class Ledger:
                 if len(gone):
                     shelf.policy.remove(gone)
                     self._moves.append(Move(gone, shelf.number, -1))
-        for shelf in self._shelves:  # once all have left all places
-            self._make_room(now, shelf, 0)
 
     def _overflow(self, now: int, landed: Slots) -> Slots:
         """Make room in the first place for what `land` wrote; return those beyond it."""
@@ -451,8 +450,9 @@ class Ledger:
         return max(LEAST_GHOSTS, GHOSTS_PER_RESIDENT * int(self._state[at.RESIDENT]))
 
     def _end(self, now: int) -> list[Move]:
-        """End a request: evict the blocks that exceed limits of tenants; return the moves."""
+        """End pins: evict what exceeds a place, or limits of tenants; return the moves."""
         for shelf in self._shelves:
+            self._make_room(now, shelf, 0)
             if shelf.shed and len(victims := shelf.shed(now, self._protected(shelf))):
                 self._give_up(now, shelf.number, victims)
         return self._flush()
@@ -642,8 +642,8 @@ class Ledger:
             raise StateError(
                 f"blocks {slots[:8].tolist()} are not all pinned", "Pass what pin() returned, once"
             )
-        self._unpin(self._advance(now_ns), slots, done=False)
-        return self._flush()
+        self._unpin(now := self._advance(now_ns), slots, done=False)
+        return self._end(now)
 
     def resize(self, now_ns: int, place: int, capacity_bytes: int) -> Sequence[Move]:
         """Change the capacity of a place. Pinned blocks stay, even if they exceed it."""

@@ -80,6 +80,7 @@ class PolicyPlace:
 
     def wanted(self, now_ns: int, n: int) -> tuple[Slots, NDArray[np.float64]]:
         """Return up to `n` absent ends of chains that are worth prefetching here, best first."""
+        self._guarded()  # a chain is compared with the next victim
         return self.policy.wanted(now_ns, n)
 
     def displace(self, now_ns: int, n: int, rate: float, protected: Collection[int] = ()) -> Slots:

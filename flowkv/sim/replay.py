@@ -32,6 +32,7 @@ from flowkv.policy.optimum import Optimum, belady
 from flowkv.policy.order.compiled import Array, kernel
 from flowkv.policy.prefetch import Prefetcher
 from flowkv.policy.states import StatePlacement
+from flowkv.policy.tenants import Tenants
 from flowkv.residency import Ledger, Place
 from flowkv.residency import Meta as About
 from flowkv.sim.character import lru_hits
@@ -172,7 +173,7 @@ class OnePlace:
         if len(run_out):
             policy.remove(run_out)
             self._left(now, run_out)
-        held = self.here[chain]
+        held, known = self.here[chain], chain[self.seen[chain]]
         hits = len(chain) if held.all() else int(held.argmin())
         new = chain[~held]
         again = int(np.count_nonzero(self.seen[new]))
@@ -180,32 +181,32 @@ class OnePlace:
         course.hits[r], course.held[r], course.loaded[r] = used, len(chain) - len(new), again
         self.owners[new[~self.seen[new]]] = trace.tenants[r]
         self.seen[new] = True
-        self._asked(now, r, chain, hits, again)
+        self._asked(now, r, known, hits, again)
         tenant, tokens = int(trace.tenants[r]), int(trace.input_tokens[r])
         visit = Visit(r, int(trace.sessions[r]), tokens, len(chain), tenant)
         stop, output = int(trace.stops[r]), int(trace.output_tokens[r])
         start = perf_counter_ns()
-        policy.access(now, chain, visit)
+        policy.access(now, known, visit)
         if self.held:
             new = new[trace.depths[new] < self.capacity_bytes]
-            over = self.used + len(new) - self.capacity_bytes
-            if over > 0 and (gone := policy.evict(now, over, chain)) is not None:
+        loaded = again if self.held and self.prefetcher is not None else 0
+        for some in (new[:loaded], new[loaded:]):
+            over = self.used + len(some) - self.capacity_bytes
+            if self.held and over > 0 and (gone := policy.evict(now, over, chain)) is not None:
                 self._left(now, gone)
-        self.here[new] = True
-        self.used += len(new)
-        if len(new):
-            policy.insert(now, new, trace.parents[new], **self._said(tenant, new))
+            if len(some):
+                self._insert(now, some, tenant)
         policy.complete(now, r, stop=stop, output_tokens=output)
         if self.hints is not None:
             self._hint(now, r, policy)
         surplus = self.used - self.capacity_bytes
-        victims = policy.evict(now, surplus) if surplus > 0 else None
+        victims = [policy.evict(now, surplus)] if surplus > 0 else []
+        victims += [policy.shed(now)] if isinstance(policy, Tenants) else []
         course.policy_ns[r] += perf_counter_ns() - start
         if self.states is not None:
-            self.states.count_children(new)
             self.states.save_states(r, chain, used, hits, self.used)
-        if victims is not None:
-            self._left(now, victims)
+        for gone in [some for some in victims if some is not None]:
+            self._left(now, gone)
         if self.prefetcher is not None:
             if self.hints is not None:
                 self._hint(now, r, self.prefetcher)
@@ -230,6 +231,7 @@ class OnePlace:
         if self.prefetcher is not None:
             self.prefetcher.enqueue(now, r, chain)
             self._bring(now)
+            self._due = self.prefetcher.due_ns(now)
 
     def prefetch(self, until: int) -> None:
         """Let the prefetcher decide, as often as it is due, up to `until`."""
@@ -244,12 +246,8 @@ class OnePlace:
         for fetch in self.prefetcher.plan(now, self.policy, self):
             self._gone(fetch.victims)
             if len(fetch.slots):
-                said = self._said(int(self.owners[fetch.slots[-1]]), fetch.slots)
-                self.policy.insert(now, fetch.slots, self.trace.parents[fetch.slots], **said)
-                self.here[fetch.slots] = self.prefetched_unused[fetch.slots] = True
-                self.used += len(fetch.slots)
-                if self.states is not None:
-                    self.states.count_children(fetch.slots)
+                self._insert(now, fetch.slots, int(self.owners[fetch.slots[-1]]))
+                self.prefetched_unused[fetch.slots] = True
                 self.course.prefetched += len(fetch.slots)
             self.prefetcher.landed(now, fetch.slots)
 
@@ -260,11 +258,16 @@ class OnePlace:
             self.prefetched_unused[chain] = False
             self.prefetcher.accessed(now, chain, hits, loaded, r)
 
-    def _said(self, tenant: int, new: Slots) -> dict[str, Any]:
+    def _insert(self, now: int, new: Slots, tenant: int) -> None:
+        """Give blocks room, and insert them in the policy."""
         said: dict[str, Any] = {"tenant": tenant}
-        if self.costs_ns is not None and len(new):
+        if self.costs_ns is not None:
             said["cost_ns"] = int(self.costs_ns[new].mean())
-        return said
+        self.policy.insert(now, new, self.trace.parents[new], **said)
+        self.here[new] = True
+        self.used += len(new)
+        if self.states is not None:
+            self.states.count_children(new)
 
     def _left(self, now: int, slots: Slots) -> None:
         self._gone(slots)
@@ -657,12 +660,11 @@ class PlaceStack:
             first, end = int(trace.offsets[r]), int(trace.offsets[r + 1])
             tenant, tokens = int(trace.tenants[r]), int(trace.input_tokens[r])
             about = About(session=int(trace.sessions[r]), tokens=tokens, tenant=tenant)
-            stop, output = int(trace.stops[r]), int(trace.output_tokens[r])
-            ids, end_of = pairs[first:end], {"stop": stop, "output_tokens": output}
+            end_of = {"stop": int(trace.stops[r]), "output_tokens": int(trace.output_tokens[r])}
             if self.held:
-                plan = ledger.begin(now, r, space, ids, about)
+                plan = ledger.begin(now, r, space, pairs[first:end], about)
             else:
-                plan = ledger.serve(now, space, ids, about, request=r, **end_of)
+                plan = ledger.serve(now, space, pairs[first:end], about, request=r, **end_of)
             chain, sources = trace.blocks[first:end], plan.sources
             self.course.hits[r] = plan.hits
             self.course.held[r] = int(np.count_nonzero(sources >= 0))

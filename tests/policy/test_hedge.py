@@ -67,6 +67,16 @@ def test_lru_decides_once_the_stake_is_lost_until_half_of_it_is_there_again():
     assert 50 * back <= (46 - 40 + 20) * 1000 < 50 * (back + 2)
 
 
+def test_blocks_that_a_request_computes_are_asked_for():
+    """Else the stake of a live cache, which knows none of them before, would be smaller."""
+    books = list[list[int]]()
+    for known in (0, 30, 50):
+        policy = Hedge()
+        policy.access(0, np.arange(known), Visit(0, blocks=50))
+        books.append(policy._book[:5].tolist())
+    assert books[0][3:] == books[1][3:] == books[2][3:] == [50, 0]
+
+
 def test_nothing_is_lost_when_another_rule_decides():
     check_policy(Restless, leases=("", "one_shot"), max_examples=25)
 

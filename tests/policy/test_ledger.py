@@ -139,6 +139,16 @@ def test_a_block_that_a_request_names_twice_is_written_once(held):
     assert ledger.used_bytes(0) == 0 and ledger.lookup(ns, ids[:3]) == 3
 
 
+def test_what_a_request_computed_lasts_where_its_room_went_meanwhile():
+    """It is written before it leaves for the memory in between."""
+    places = [Place(LRU(), 4), Place(LRU(), 4), Place(LRU(), 4, lasts=True)]
+    ledger, ids = Ledger(places), np.arange(6, dtype=np.uint64).reshape(-1, 2)
+    ns = ledger.namespace(b"")
+    ledger.begin(0, 1, ns, ids)
+    ledger.resize(1, 0, 1)
+    assert told(ledger.complete(2, 1)) == [([0, 1, 2], 0, 2), ([2, 1], 0, 1), ([2, 1], 0, -1)]
+
+
 def test_a_copy_that_expired_while_pinned_leaves_before_others_come():
     ledger, ns, ids, (_, below) = filled(8, 8)
     ledger.resize(1, 0, 0)

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowkv import NEVER
 from flowkv.policy import Policy, make_policy
+from flowkv.policy.prefetch import Prefetcher
 from flowkv.sim import Trace, build_trace, generate, replay
 from flowkv.testing import MemoryTier
 from tests.cache.fakes import lasting
@@ -30,9 +32,11 @@ from tests.inside import (
     ReplayTier,
     Shape,
     Tenants,
+    TraceHints,
     WriteAdmission,
     block_costs,
     first_tokens_s,
+    hints_of,
     tier_from,
     wide,
 )
@@ -63,6 +67,15 @@ def test_held_blocks_stay_in_a_stack_as_in_one_place(trace, capacity):
         assert alone.here[alone.chain(r)[:capacity]].all() and alone.used <= capacity
     stack = PlaceStack(trace, [make_policy("lfu-ttl")], [capacity], held=True)
     assert stack.replay().hits.tolist() == alone.course.hits.tolist()
+
+
+@settings(max_examples=15)
+@given(trace=traces, held=st.booleans())
+def test_a_limit_of_a_tenant_holds_in_one_place_as_in_a_stack(trace, held):
+    policies = [Tenants(lambda: make_policy("lfu-ttl"), {0: Quota(0, 5)}) for _ in range(2)]
+    alone = OnePlace(trace, policies[0], 9, held=held)
+    stack = PlaceStack(trace, policies[1:], [9], held=held)
+    assert stack.replay().hits.tolist() == alone.replay().hits.tolist() and alone.used <= 5
 
 
 @settings(max_examples=12)
@@ -244,10 +257,11 @@ def shares(kinds: dict[str, tuple[int, float]], size: int) -> dict[str, str]:
     }
 
 
-def story_of(log: CallLog, blocks: dict[int, int]) -> Calls:
+def story_of(log: CallLog, blocks: dict[int, int], *, joined: bool = False) -> Calls:
     """Calls that change a policy, about blocks, and tenants and sessions in order of first use.
 
-    Evictions that follow each other are one: tiers make room page by page.
+    Evictions that follow each other are one: tiers make room page by page. So are with `joined`
+    inserts of a chain: prefetched pages arrive one by one.
     """
     numbers, calls, start_ns = dict[Any, int](), Calls(), log.calls[0].arguments[0]
     for name, arguments, options, answer in log.calls:
@@ -259,6 +273,12 @@ def story_of(log: CallLog, blocks: dict[int, int]) -> Calls:
             calls.append([name, *arguments[1:], *map(int, options.values())])
         elif name == "remove" and arguments[0]:
             calls.append([name, [blocks[slot] for slot in arguments[0]]])
+        elif name in ("wanted", "displace", "hint", "enqueue"):
+            now_ns, *said = arguments
+            named = [[blocks[slot] for slot in some] for some in said if type(some) is tuple]
+            said = [one for one in said if type(one) is not tuple]
+            chosen = answer[0] if name == "wanted" else answer or ()
+            calls.append([name, now_ns - start_ns, named, said, [blocks[slot] for slot in chosen]])
         elif name == "access" or (name == "insert" and arguments[1]):
             now_ns, slots, more = arguments
             if name == "access":
@@ -268,13 +288,20 @@ def story_of(log: CallLog, blocks: dict[int, int]) -> Calls:
                 tenant, said = options["tenant"], [[blocks.get(slot, -1) for slot in more]]
                 said += [options["cost_ns"], options["lease"]]
             said.append(numbers.setdefault(("tenant", tenant), len(numbers)))
-            calls.append([name, now_ns - start_ns, [blocks[slot] for slot in slots], *said])
+            new = [name, now_ns - start_ns, [blocks[slot] for slot in slots], *said]
+            last = calls[-1] if joined and calls and name == "insert" else new[:1] * 3
+            if last[:2] == new[:2] and last[2][-1:] == new[3][:1] and last[4:] == new[4:]:
+                last[2] += new[2]
+                last[3] += new[3]
+            else:
+                calls.append(new)
     return calls
 
 
 def live(
     trace: Trace, policy: str, rooms: list[int], lasts: list[bool], admit: str,
-    quotas: Quotas | None = None, **options: Any,
+    quotas: Quotas | None = None, *, hints: TraceHints | None = None, queue_ns: int = 0,
+    prefetch: Any = "off", **options: Any,
 ) -> tuple[Found, Content, list[Calls]]:  # fmt: skip
     """Blocks that each request reads from each place, the content at the end, and all calls."""
     clock, found, names, logs = ManualClock(), Found(), dict[bytes, int](), list[CallLog]()
@@ -292,7 +319,7 @@ def live(
 
     given = {name: shares(kinds, PAGE_BYTES) for name, kinds in (quotas or {}).items()}
     kv = make_kv(
-        simple(), pages=rooms[0], policy=make, clock=clock, tiers=tiers, prefetch="off",
+        simple(), pages=rooms[0], policy=make, clock=clock, tiers=tiers, prefetch=prefetch,
         admit=admit, quotas=given,
     )  # fmt: skip
     store = kv.planner.store
@@ -301,27 +328,47 @@ def live(
     def note(event: Hit) -> None:
         found[-1][0 if event.tier == "device" else int(event.tier)] += event.tokens // PAGE
 
-    kv.bus.subscribe(note, Hit)
-    times = np.diff(trace.times_ns, prepend=trace.times_ns[0])
-    for r, (step_ns, chain) in enumerate(zip(times.tolist(), chains(trace), strict=True)):
-        clock.advance(ns=step_ns)
-        found.append([0] * len(rooms))
-        tokens = [*np.repeat(chain, PAGE).tolist(), 10**6]
-        who = {"session": int(trace.sessions[r]), "tenant": str(trace.tenants[r])}
-        with kv.open(tokens, **who) as seq:
-            names.update((seq.key(0, page), block) for page, block in enumerate(chain))
-            if part := tokens[seq.position : -1]:  # without the open page of the last token
-                advance(kv, [seq], [part])
-            with kv.lock:
-                while store.writes.drain():
-                    pass
+    def settle() -> None:
         with kv.lock:
             while store.writes.drain():
                 pass
+
+    def wait(until_ns: int) -> None:
+        """Let time pass, with an edge whenever a prefetch is due, as between steps of others."""
+        for one in kv.prefetches.devices.values() if kv.prefetches else ():
+            while one.due_ns <= until_ns:
+                clock.advance(ns=max(one.due_ns - clock.now_ns(), 0))
+                with kv.lock:
+                    one.edge()
+                settle()
+        clock.advance(ns=max(until_ns - clock.now_ns(), 0))
+
+    kv.bus.subscribe(note, Hit)
+    times, queued = trace.times_ns - trace.times_ns[0] + clock.now_ns(), 0
+    asked = [[*np.repeat(chain, PAGE).tolist(), 10**6] for chain in chains(trace)]
+    for r, (now_ns, tokens) in enumerate(zip(times.tolist(), asked, strict=True)):
+        while queue_ns and queued < len(times) and times[queued] - queue_ns <= now_ns:
+            wait(max(int(times[queued]) - queue_ns, int(times[0])))
+            kv.enqueue(asked[queued], tenant=str(trace.tenants[queued]))
+            queued += 1
+            settle()
+        wait(now_ns)
+        found.append([0] * len(rooms))
+        tenant, pages = str(trace.tenants[r]), len(tokens) // PAGE
+        with kv.open(tokens, session=int(trace.sessions[r]), tenant=tenant) as seq:
+            names.update((seq.key(0, page), tokens[page * PAGE]) for page in range(pages))
+            if part := tokens[seq.position : -1]:  # without the open page of the last token
+                advance(kv, [seq], [part])
+            settle()
+        settle()
+        if hints is not None:
+            n, eta_s = int(hints.counts[r]), int(hints.etas_ns[r]) / S
+            for count, when_s in [(pages, NEVER)] * (n < pages) + [(n, eta_s)] * (n > 0):
+                kv.hint(tokens[: count * PAGE], when_s, sigma=0.5, tenant=tenant)
     here = [{names[b.key] for b in store.index if b.page >= 0}]
     here += [{names[b.key] for b in store.index if b.tiers >> k & 1} for k in range(len(tiers))]
     blocks = dict(zip(store.index.slots(names), names.values(), strict=True))
-    calls = [story_of(log, blocks) for log in logs]
+    calls = [story_of(log, blocks, joined=prefetch != "off") for log in logs]
     kv.close()
     return found, here, calls
 
@@ -399,3 +446,35 @@ def test_a_live_cache_reads_and_holds_what_the_simulator_says(policy, lasts, adm
     if more is TIMED:  # few pages live until they are asked for in a slower place
         del counts[2:]
     assert all(count > 5 for count in counts), counts
+
+
+@pytest.mark.parametrize(
+    ("policy", "learned", "queue_s"),
+    [
+        ("lru", "policy", 3),
+        ("hazard", "policy", 0),
+        *(
+            pytest.param(policy, learned, queue_s, marks=pytest.mark.thorough)
+            for policy in ("arc", "lfu-ttl", "cost-aware", "hazard", "auto")
+            for learned in ("policy", "markov")
+            for queue_s in (0, 3)
+            if queue_s or policy == "auto" or (policy, learned) == ("hazard", "markov")
+        ),
+    ],
+)
+def test_a_live_cache_prefetches_what_the_simulator_says(policy, learned, queue_s, monkeypatch):
+    """All that waiting requests, hints and predictions bring, when, and what makes room."""
+    monkeypatch.setattr("flowkv.policy.restore.costs.Rates.expected_s", lambda *_: 0.0)
+    trace, options = talks(seed=3, requests=60), {"learned": learned, "probe_share": 1.0}
+    hints, room = hints_of(trace, 0.5) if learned == "policy" else None, 12
+    want, _, (calls, _) = live(
+        trace, policy, [room, 1000], [False, False], "all", hints=hints, queue_ns=queue_s * S,
+        prefetch=options,
+    )  # fmt: skip
+    log, prefetcher = CallLog(make_policy(policy)), Prefetcher(room, **options)
+    place = OnePlace(trace, log, room, hints, 0.5, queue_s * S, prefetcher, held=True)
+    hits = place.replay().hits.tolist()
+    same = story_of(log, dict(enumerate(range(trace.unique))), joined=True)
+    for some, other in ((calls, same), ([n for n, _ in want], hits)):
+        assert next((pair for pair in zip_longest(some, other) if pair[0] != pair[1]), None) is None
+    assert place.course.prefetched > 20
