@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
+import msgspec
+
 from flowkv.core.clock import Clock
 from flowkv.core.errors import StateError
 from flowkv.core.memory import HUGE_BYTES, own_memory
@@ -153,7 +155,7 @@ _FOREVER_S = 1e9
 _NOTHING = memoryview(b"")
 
 
-class Item:
+class Item(msgspec.Struct, eq=False):  # made without a call of Python
     """One request on its way. The answer drops the reference to its memory.
 
     Attributes:
@@ -170,30 +172,30 @@ class Item:
         tries: How often that operation was restarted.
     """
 
-    __slots__ = (
-        *("begun", "claimed", "deadline_ns", "done", "flight", "hand", "index", "job", "key"),
-        *("memory", "n_bytes", "readonly", "start_ns", "stores", "tries", "wish"),
-    )
+    job: int
+    index: int
+    key: bytes
+    wish: Load | Store
+    memory: memoryview | None
+    n_bytes: int
+    readonly: bool
+    stores: bool
+    start_ns: int
+    deadline_ns: int
+    begun: bool = False
+    claimed: bool = False
+    done: TierAnswer | None = None
+    hand: Hand | None = None
+    flight: Any = None
+    tries: int = 0
 
-    def __init__(self, job: int, index: int, wish: Load | Store, times_ns: tuple[int, int]) -> None:
-        self.job, self.index, self.key = job, index, wish.key
-        self.memory: memoryview | None
-        self.wish: Load | Store
-        if isinstance(wish, Load):
-            self.memory, self.wish = wish.target, Load(wish.key, _NOTHING, *wish[2:])
-        else:
-            known = None if wish.digests is None else bytes(wish.digests)
-            self.memory, self.wish = wish.body, wish._replace(body=_NOTHING, digests=known)
-        self.stores = isinstance(wish, Store)
-        self.n_bytes, self.readonly = self.memory.nbytes, self.memory.readonly
-        if self.n_bytes and self.memory.c_contiguous:
-            self.memory = self.memory.cast("B")
-        self.start_ns, self.deadline_ns = times_ns
-        self.done: TierAnswer | None = None
-        self.begun = self.claimed = False
-        self.hand: Hand | None = None
-        self.flight: Any = None
-        self.tries = 0
+
+def _lent(wish: Load | Store) -> tuple[Load | Store, memoryview]:
+    """Return a request without its memory, and that memory."""
+    if isinstance(wish, Load):
+        return Load(wish.key, _NOTHING, *wish[2:]), wish.target
+    known = None if wish.digests is None else bytes(wish.digests)
+    return wish._replace(body=_NOTHING, digests=known), wish.body
 
 
 class ItemAnswer(NamedTuple):
@@ -235,21 +237,29 @@ class RequestQueue:
 
     def submit(self, wishes: Sequence[Load] | Sequence[Store], deadline_s: float) -> int:
         """Queue the items of a job; return its number."""
-        job, now, queued = self.answers.new_job(), self._clock.now_ns(), list[Item]()
+        job, now, items = self.answers.new_job(), self._clock.now_ns(), list[Item]()
         times = now, now + round(min(deadline_s, _FOREVER_S) * 1e9)
+        for index, one in enumerate(cast(Sequence[Load | Store], wishes)):
+            wish, memory = _lent(one)
+            n_bytes, readonly, stores = memory.nbytes, memory.readonly, isinstance(wish, Store)
+            if n_bytes and memory.c_contiguous:
+                memory = memory.cast("B")
+            which = job, index, wish.key, wish
+            items.append(Item(*which, memory, n_bytes, readonly, stores, *times))
         with self._changed:
-            for index, wish in enumerate(cast(Sequence[Load | Store], wishes)):
-                item = Item(job, index, wish, times)
-                queue = self._stores if item.stores else self._loads
-                self._waiting_bytes += item.n_bytes if item.stores else 0
+            heapq.heappush(self._deadlines, (times[1], job, [*items]))
+            loads = not (items and items[0].stores)
+            if loads and not self.closing:
+                self._loads += items
+                items = []
+            for item in items:
+                self._waiting_bytes += item.n_bytes * item.stores
                 if self.closing:
                     self.answer(item, Outcome.FAILED, "closed")
-                elif item.stores and queue and self._waiting_bytes > self._queue_bytes:
+                elif self._stores and self._waiting_bytes > self._queue_bytes:
                     self.answer(item, Outcome.FAILED, "busy")
                 else:
-                    queue.append(item)
-                    queued.append(item)
-            heapq.heappush(self._deadlines, (times[1], job, queued))
+                    self._stores.append(item)
             self._changed.notify_all()
         return job
 
