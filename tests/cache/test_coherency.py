@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from flowkv import KV
+from flowkv.testing import MemoryTier
 from flowkv.tiers.shared import SharedTier
 from tests.cache.audit import audit
-from tests.cache.fakes import Deferred, Silent, Wrapped
+from tests.cache.fakes import Silent, Wrapped
 from tests.cache.toy import (
     PAGE,
     advance,

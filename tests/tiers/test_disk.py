@@ -29,7 +29,6 @@ from tests.inside import (
 from .faulty import FaultyFiles, Solid
 from .files_engine import tier_over
 from .frames import (
-    LAYOUT,
     answers,
     body_of,
     get,
@@ -95,16 +94,6 @@ def test_what_a_hit_tells(tmp_path: Path) -> None:
     job = tier.submit_load([Load(key_of("a"), memoryview(bytearray(8192)), bytes(16), 4)])
     assert outcomes(answers(tier, job, 1)) == [("miss", "layout")]
     assert tier.corrupt == 0
-
-
-def test_a_target_sees_verified_bytes_or_none(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, MIB)
-    stored(tier, ["a"])
-    flip(tmp_path / "slab-00000003", 4096 + 77)
-    target = bytearray(8192)
-    job = tier.submit_load([Load(key_of("a"), memoryview(target), LAYOUT, 0)])
-    assert outcomes(answers(tier, job, 1)) == [("miss", "digest")]
-    assert target == bytes(8192)
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:

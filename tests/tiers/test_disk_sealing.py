@@ -35,7 +35,8 @@ def sealed(arena: Arena) -> list[bytes]:
         assert memory is not None
         memory.view[:] = b"\xee" * memory.n_bytes
         body = memoryview(random.Random(number).randbytes(size + 3))[3:]  # at an odd address
-        item = Item(0, 0, Store(key_of(number), info_of(step), body), (0, 0))
+        key = key_of(number)
+        item = Item(0, 0, key, Store(key, info_of(step), body), body, size, True, True, 0, 0)
         held = Held(1000 + number, Slot(1, 0), stripes, info_of(step), start + size)
         frames.append(Flight(item, held, None))
         frames[-1].memory = memory

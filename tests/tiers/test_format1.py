@@ -22,7 +22,6 @@ from tests.inside import (
     pack_header,
     repair,
     scrub,
-    transfer,
     verify_stripes,
 )
 from tests.inside import journal_Rows as Rows
@@ -72,12 +71,6 @@ def old_store(path: Path, names: list[str], size: int = 65536) -> None:
         stored(tier, names, size)
 
 
-@pytest.fixture(params=[0, 1 << 30], ids=["compiled", "one by one"])
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "COMPILED_BYTES", request.param)
-
-
-@pytest.mark.usefixtures("compiled")
 def test_a_store_of_then_is_served(tmp_path: Path) -> None:
     old_store(tmp_path, NAMES[:12], 65536)
     with closing(DiskTier(tmp_path, 16 << 20)) as tier:
@@ -131,7 +124,6 @@ def heads(path: Path) -> list[bytes]:
     return found
 
 
-@pytest.mark.usefixtures("compiled")
 def test_damage_there_is_found(tmp_path: Path) -> None:
     old_store(tmp_path, NAMES[:6])
     for file in tmp_path.rglob("*"):
@@ -146,7 +138,6 @@ def test_damage_there_is_found(tmp_path: Path) -> None:
         assert done[:2] + done[3:] == [("hit", "")] * 5
 
 
-@pytest.mark.usefixtures("compiled")
 def test_stripes_alone(tmp_path: Path) -> None:
     size, step = 16 * 4096, 4096
     with closing(DiskTier(tmp_path, 16 << 20, envelope=Format1Envelope())) as tier:

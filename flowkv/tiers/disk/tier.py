@@ -1,8 +1,8 @@
 """Disk tier: frames in a local directory, which survive the process and are readable by others.
 
 Bytes move by an engine (`tiers.io`) between the slab files and an arena; one scheduler makes its
-batches. A load is verified before its target is written, except one into memory that stays the
-load's own (`Load.direct`). A store that is still being written at its deadline is undone.
+batches. A load is verified while it is copied to its target, or where it lies if the disk reads it
+there (`Load.direct`). A store that is still being written at its deadline is undone.
 """
 
 from __future__ import annotations
