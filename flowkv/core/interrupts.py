@@ -32,10 +32,13 @@ Value = TypeVar("Value")
 
 
 _watched: set[weakref.ref[Any]] = set()
-# A condition's lock is taken in a Python function, after which a handler could run.
+# A condition's lock is taken in a Python function, after which a handler could run. Python drops an
+# exception that is raised in the callback of a weak reference.
+_weak = weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary
 _unbroken: set[CodeType] = {
     threading.Condition.__enter__.__code__,
     threading.Condition.__exit__.__code__,
+    *(one for weak in _weak for one in weak.__init__.__code__.co_consts if type(one) is CodeType),
 }
 _waiting: set[int] = set()
 
