@@ -598,6 +598,7 @@ _REASONS = {
     "other windows": "masks other tokens than its cache keeps",
     "cache of its own": "has a cache of its own",
     "an empty DynamicCache": "has a cache of its own",
+    "do not count from 0": "counts its positions from elsewhere",
 }
 
 
