@@ -927,15 +927,13 @@ class Mover:
 
         Its pages are free then, whether it succeeded or not.
         """
-        storing, end_s = self.storing, time.monotonic() + self.deadline_s
-        while self.busy and (left_s := end_s - time.monotonic()) > 0:
-            if self.drain(left_s) or self.storing < storing:
-                return True
-        return False
+        storing = self.storing
+        return bool(self.drain(self.deadline_s)) or self.storing < storing
 
     def await_room(self, tier: int, n_bytes: int, ahead_bytes: int = 0) -> None:
         """Wait until a tier takes a frame, see `Lane.takes`, while any transfer is answered."""
-        while not self.lanes[tier].takes(n_bytes, ahead_bytes) and self.drain(self.deadline_s):
+        lane = self.lanes[tier]
+        while not (lane.rests or lane.takes(n_bytes, ahead_bytes)) and self.drain(self.deadline_s):
             pass
 
     def collect(self) -> int:
@@ -944,15 +942,20 @@ class Mover:
 
     def _wait(self, lanes: Sequence[Lane], timeout_s: float) -> int:
         """Send requests, and wait for the first answers of some lanes; return their number."""
-        handled = sum(map(Lane.settle, lanes))
-        if handled or timeout_s <= 0:
-            return handled
-        if len(lanes) == 1:
-            return lanes[0].settle(timeout_s)
-        for lane in lanes:
-            lane.receive(timeout_s)
-        rest(files([lane.tier for lane in lanes]), timeout_s, _WAIT_OF_SEVERAL_S)
-        return sum(map(Lane.settle, lanes))
+        handled, storing = sum(map(Lane.settle, lanes)), self.storing
+        end_s = time.monotonic() + timeout_s
+        while not handled and self.storing >= storing and any(map(_BUSY, lanes)):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                break
+            if len(lanes) == 1:
+                handled = lanes[0].settle(left_s)
+                continue
+            for lane in lanes:
+                lane.receive(left_s)
+            rest(files([lane.tier for lane in lanes]), left_s, _WAIT_OF_SEVERAL_S)
+            handled = sum(map(Lane.settle, lanes))
+        return handled
 
     # ---- loads
 
