@@ -376,9 +376,9 @@ class Walk:
             self.training |= bool(getattr(module, "training", False))
             return
         self.leaves[path] = f"module {self._class(path, cls)}"
-        self.leaves[f"{path}/training"] = str(module.training)
-        # The library's own activations are in training mode, without an effect.
-        self.training |= module.training and cls.__module__ != "transformers.activations"
+        training = module.training and not _modeless(module)
+        self.leaves[f"{path}/training"] = str(training)
+        self.training |= training
         compiled = held.get("_compiled_call_impl") is not None or "_orig_mod" in held["_modules"]
         self.compiled |= compiled or hasattr(held.get("forward"), "_torchdynamo_orig_callable")
         books = issubclass(cls, transformers().PreTrainedModel) or _root(cls) == "peft"
@@ -420,7 +420,7 @@ class Walk:
         held = module.__dict__
         # The containers, the mode and the module's own attributes are compared.
         names = [*_WATCHED, *own]
-        if "training" in held:  # a compiled module stores it elsewhere
+        if "training" in held and not _modeless(module):  # a compiled one stores it elsewhere
             names.append("training")
         self._watch(functools.partial(operator.itemgetter(*names), held))
         self._watch_all(_INSTANCE, weakref.proxy(module) if path == _ROOT else module)
@@ -1371,6 +1371,13 @@ def _around(module: torch.nn.Module, forward: Any) -> Any:
     return (
         own if own is not None else getattr(getattr(forward, "__self__", forward), "around", None)
     )
+
+
+def _modeless(module: torch.nn.Module) -> bool:
+    """Return whether a module is an activation of transformers'; models share some of these."""
+    held = vars(module)
+    own = any(held[kind] for kind in _HOOKS) or "forward" in held
+    return type(module).__module__ == "transformers.activations" and not own
 
 
 def _offload(module: torch.nn.Module, name: str, tensor: Any) -> Any:

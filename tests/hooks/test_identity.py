@@ -18,6 +18,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import transformers
+from transformers import activations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
@@ -238,6 +239,30 @@ def test_an_edit_that_is_taken_back_finds_what_was() -> None:
             assert reused(kv) == before
             generate(model, 4, input_ids=prompt)
             assert reused(kv) == before + 48
+
+
+@pytest.mark.parametrize("name", [*activations.ACT2CLS])
+def test_activations_have_no_mode(name: str) -> None:
+    """Models share some, so that `eval` of one model changes the mode in others."""
+    activation = activations.ACT2FN[name]
+    if type(activation).__module__ == activations.__name__:
+        x, found = torch.linspace(-12, 12, 97), Identity(activation.train())
+        theirs = activation(x)
+        assert not found.training and found.same(activation.eval())
+        assert found.namespace == Identity(activation).namespace
+        assert torch.equal(activation(x), theirs)
+
+
+def test_a_shared_activation_changes_no_name() -> None:
+    """Another model, as XLM, has the object that RoBERTa's code calls among its modules."""
+    model = models.roberta()
+    found = Identity(model)
+    mode = activations.gelu.training
+    try:
+        torch.nn.Sequential(activations.gelu).train(not mode)
+        assert found.same(model) and Identity(model).namespace == found.namespace
+    finally:
+        activations.gelu.train(mode)
 
 
 @pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
