@@ -134,14 +134,17 @@ _CLASS_ITEMS = frozenset(
     __match_args__ __dataclass_fields__ __dataclass_params__ __dataclass_transform__ __parameters__
     __orig_bases__ __validators__ __class_validators__ __abstractmethods__ _abc_impl __hash__
     __slotnames__ __init__ __new__ __init_subclass__ __del__ __reduce__ __reduce_ex__ __getstate__
-    __setstate__ __deepcopy__""".split()
+    __setstate__ __deepcopy__ ___needs_generation_tag_patch""".split()
 )
-"""Attributes of classes that no forward runs."""
+"""Attributes of classes that no forward runs; the last one is of the compiler's."""
 _MARKS = frozenset(
     """_is_hf_initialized gradient_checkpointing _gradient_checkpointing_func _require_grads_hook
-    _output_capturing_hooks_installed __deepcopy__""".split()
+    _output_capturing_hooks_installed __deepcopy__ _is_torch_compile
+    _is_accelerate_prepared""".split()
 )
-"""Attributes that transformers sets on every module, without an effect on results."""
+"""Attributes that libraries set on any module, without an effect on results."""
+_OF_TENSORS = frozenset({"streamed_weight", "_wrapped_in", "_is_buffer", "persistent"})
+"""Attributes of tensors, without an effect on results; torch drops those of buffers in `to`."""
 _SWITCHED = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
 """Settings that change during a call; the name has their values between calls."""
 
@@ -384,7 +387,7 @@ class Walk:
         books = issubclass(cls, transformers().PreTrainedModel) or _root(cls) == "peft"
         self.pretrained |= books
         free = self._free(module)
-        skipped = (transformers().BOOKKEEPING if books else _MARKS) | _STANDARD | free
+        skipped = _MARKS.union(_STANDARD, free, transformers().BOOKKEEPING if books else ())
         own = [name for name in held if name not in skipped]
         for name in own:
             self._attribute(f"{path}.{name}", module, name, held[name])
@@ -441,6 +444,9 @@ class Walk:
             return
         if name == "_flat_weight_refs" and isinstance(module, torch.nn.RNNBase):
             return  # to its own weights, which are named
+        bound = isinstance(value, types.MethodType) and value.__self__ is module
+        if bound and value.__func__ is getattr(type(module), name, None):
+            return  # what the class gives, as a patch leaves it that was taken back
         placed = _root(value) in ("accelerate", "flowkv")  # a wrapper of the model's own
         if placed and name == "_call_impl":  # streamed weights
             return
@@ -615,9 +621,9 @@ class Walk:
         for owner in kind.__mro__[: kind.__mro__.index(torch.Tensor)]:
             self._owners.setdefault(owner, f"<{_name(owner)}>")
         beside = tensor.__dict__
-        if not (beside and self._visited(f"{path}/beside", tensor)):
-            books = {*transformers().BOOKKEEPING, "streamed_weight", "_wrapped_in"}
-            for name in sorted(beside.keys() - books):
+        names = sorted(beside.keys() - _OF_TENSORS - transformers().BOOKKEEPING)
+        if not (names and self._visited(f"{path}/beside", tensor)):
+            for name in names:
                 self._value(f"{path}.{name}", beside[name])
             self._watch_mapping(beside)
 

@@ -119,14 +119,18 @@ class Identity:
         self._first_weights = self._first_weights or weights
         self._places = _places(model)
         config: Any = getattr(model, "config", None)
-        own_name = str(getattr(config, "_name_or_path", "")) or type(model).__name__
-        commit = "" if self._name else str(getattr(config, "_commit_hash", None) or "")
+        path = str(getattr(config, "_name_or_path", "")) or type(model).__name__
+        commit = getattr(config, "_commit_hash", None)
+        origin = f"{path}@{commit}" if commit else path
         trusted = bool(self._name) and weights == self._first_weights
+        # Weights and computation are all of a model, unless the user's revision is for more.
+        apart = self._revision or self.foreign
         name = Namespace(
-            model=self._name or own_name,
-            revision=" ".join(filter(None, (commit, self._revision))),
+            model=self._name or (origin if apart else ""),
+            revision=self._revision,
             weights="" if trusted else weights,
             computation=walk.digest,
+            origin=origin,
         )
         self.weights_changed = weights != getattr(self, "_last_weights", weights)
         self._last_weights = weights
