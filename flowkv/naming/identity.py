@@ -303,14 +303,13 @@ def transformed() -> str:
 
 def _helped(model: torch.nn.Module) -> bool:
     """Return whether modules have hooks or replaced forwards, beside those that allow captures."""
+    found = list[Any]()
     for module in model.modules():
         held = vars(module)
         around = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        owners = [getattr(each, "__self__", each) for each in around]
-        owners += [held[name] for name in ("forward", "_call_impl") if name in held]
-        if "_hf_hook" in held or not all(getattr(o, "captures", False) for o in owners):
-            return True
-    return False
+        found += [getattr(each, "__self__", each) for each in around]
+        found += [held[name] for name in ("forward", "_call_impl", "_hf_hook") if name in held]
+    return not all(getattr(each, "captures", False) for each in found)
 
 
 def _places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
