@@ -55,7 +55,6 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         computation: Digest of the computation with the weights: code, settings, hooks.
         geometry: `Geometry.fingerprint()` as hex; holds dtype and page size.
         shard: Part of the heads.
-        origin: Where the weights are from, as readable text; in no digest.
     """
 
     model: str
@@ -66,22 +65,16 @@ class Namespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     geometry: str = ""
     shard: Shard = Shard()
     computation: str = ""
-    origin: str = ""
 
     @property
     def title(self) -> str:
         """Return model, revision and adapter as readable text."""
         revision = f"@{self.revision}" if self.revision else ""
-        return (
-            (self.model or self.origin)
-            + revision
-            + (f" with {self.adapter}" if self.adapter else "")
-        )
+        return self.model + revision + (f" with {self.adapter}" if self.adapter else "")
 
     def digest(self) -> bytes:
         """Return 32 bytes over all fields."""
         fields = msgspec.to_builtins(self)
-        del fields["origin"]
         if not self.computation:  # as digests were before the field existed
             del fields["computation"]
         return hashlib.sha256(msgspec.json.encode(["namespace/1", fields])).digest()

@@ -1297,8 +1297,8 @@ def _in_c(cls: type) -> Any:
 
 
 def _size(held: Mapping[str, Any]) -> int:
-    """Return the number of a class's attributes, without the `__slotnames__` that copies add."""
-    return len(held) - ("__slotnames__" in held)
+    """Return the number of a class's attributes, without those that copies and compilers add."""
+    return len(held) - ("__slotnames__" in held) - ("___needs_generation_tag_patch" in held)
 
 
 def _lacks(names: frozenset[str], held: Mapping[str, Any]) -> bool:

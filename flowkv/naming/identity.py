@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -42,6 +43,13 @@ _SLICE_BYTES = 16 << 20
 _STEPS = [0]
 """Number of optimizer steps that wrote to weights without a count."""
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
+
+
+class _Whole(Namespace, frozen=True, kw_only=True):
+    """Namespace of a model that weights and computation cover, wherever these were loaded from."""
+
+    def digest(self) -> bytes:
+        return Namespace.digest(msgspec.structs.replace(self, model=""))
 
 
 class Identity:
@@ -123,14 +131,12 @@ class Identity:
         commit = getattr(config, "_commit_hash", None)
         origin = f"{path}@{commit}" if commit else path
         trusted = bool(self._name) and weights == self._first_weights
-        # Weights and computation are all of a model, unless the user's revision is for more.
-        apart = self._revision or self.foreign
-        name = Namespace(
-            model=self._name or (origin if apart else ""),
+        whole = not (self._name or self._revision or self.foreign)
+        name = (_Whole if whole else Namespace)(
+            model=self._name or origin,
             revision=self._revision,
             weights="" if trusted else weights,
             computation=walk.digest,
-            origin=origin,
         )
         self.weights_changed = weights != getattr(self, "_last_weights", weights)
         self._last_weights = weights
