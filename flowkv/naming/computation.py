@@ -134,14 +134,17 @@ _CLASS_ITEMS = frozenset(
     __match_args__ __dataclass_fields__ __dataclass_params__ __dataclass_transform__ __parameters__
     __orig_bases__ __validators__ __class_validators__ __abstractmethods__ _abc_impl __hash__
     __slotnames__ __init__ __new__ __init_subclass__ __del__ __reduce__ __reduce_ex__ __getstate__
-    __setstate__ __deepcopy__""".split()
+    __setstate__ __deepcopy__ ___needs_generation_tag_patch""".split()
 )
-"""Attributes of classes that no forward runs."""
+"""Attributes of classes that no forward runs; the last one is of the compiler's."""
 _MARKS = frozenset(
     """_is_hf_initialized gradient_checkpointing _gradient_checkpointing_func _require_grads_hook
-    _output_capturing_hooks_installed __deepcopy__""".split()
+    _output_capturing_hooks_installed __deepcopy__ _is_torch_compile
+    _is_accelerate_prepared""".split()
 )
-"""Attributes that transformers sets on every module, without an effect on results."""
+"""Attributes that libraries set on any module, without an effect on results."""
+_OF_TENSORS = frozenset({"streamed_weight", "_wrapped_in", "_is_buffer", "persistent"})
+"""Attributes of tensors, without an effect on results; torch drops those of buffers in `to`."""
 _SWITCHED = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
 """Settings that change during a call; the name has their values between calls."""
 
@@ -327,8 +330,7 @@ class Walk:
         held = vars(space) if isinstance(space, type) else space
         _, known = self._spaces.setdefault(id(space), (held, {}))
         for name in names:
-            if name not in known:
-                known[name] = held.get(name, MISSING)
+            known.setdefault(name, held.get(name, MISSING))
 
     def _watch_spaces(self) -> None:
         """Watch all recorded values of names."""
@@ -376,15 +378,15 @@ class Walk:
             self.training |= bool(getattr(module, "training", False))
             return
         self.leaves[path] = f"module {self._class(path, cls)}"
-        self.leaves[f"{path}/training"] = str(module.training)
-        # The library's own activations are in training mode, without an effect.
-        self.training |= module.training and cls.__module__ != "transformers.activations"
+        training = module.training and not _modeless(module)
+        self.leaves[f"{path}/training"] = str(training)
+        self.training |= training
         compiled = held.get("_compiled_call_impl") is not None or "_orig_mod" in held["_modules"]
         self.compiled |= compiled or hasattr(held.get("forward"), "_torchdynamo_orig_callable")
         books = issubclass(cls, transformers().PreTrainedModel) or _root(cls) == "peft"
         self.pretrained |= books
         free = self._free(module)
-        skipped = (transformers().BOOKKEEPING if books else _MARKS) | _STANDARD | free
+        skipped = _MARKS.union(_STANDARD, free, transformers().BOOKKEEPING if books else ())
         own = [name for name in held if name not in skipped]
         for name in own:
             self._attribute(f"{path}.{name}", module, name, held[name])
@@ -420,7 +422,7 @@ class Walk:
         held = module.__dict__
         # The containers, the mode and the module's own attributes are compared.
         names = [*_WATCHED, *own]
-        if "training" in held:  # a compiled module stores it elsewhere
+        if "training" in held and not _modeless(module):  # a compiled one stores it elsewhere
             names.append("training")
         self._watch(functools.partial(operator.itemgetter(*names), held))
         self._watch_all(_INSTANCE, weakref.proxy(module) if path == _ROOT else module)
@@ -437,21 +439,20 @@ class Walk:
         if name == "_hf_hook":
             self._mover(path, value)
             return
-        if name == "_old_forward" and "_hf_hook" in vars(module):
-            return
-        if name == "_flat_weight_refs" and isinstance(module, torch.nn.RNNBase):
-            return  # to its own weights, which are named
         placed = _root(value) in ("accelerate", "flowkv")  # a wrapper of the model's own
-        if placed and name == "_call_impl":  # streamed weights
-            return
-        original = _around(module, value) if name == "forward" and placed else None
-        if original is None:
-            if name == "forward":
-                self._called(path, value)
-            else:
-                self._value(path, value)
-        elif getattr(original, "__func__", None) is not type(module).forward:
-            self._value(path, original)
+        inner = _around(module, value) if name == "forward" and placed else None
+        given = value if inner is None else inner
+        same = isinstance(given, types.MethodType) and given.__self__ is module
+        if same and given.__func__ is getattr(type(module), name, None):
+            return  # what the class gives, as where a patch was taken back
+        if name == "forward" and inner is None:
+            self._called(path, value)
+        elif not (
+            (name == "_old_forward" and "_hf_hook" in vars(module))
+            or (name == "_call_impl" and placed)  # streamed weights
+            or (name == "_flat_weight_refs" and isinstance(module, torch.nn.RNNBase))  # to its own
+        ):
+            self._value(path, given)
 
     def _mover(self, path: str, hook: Any) -> None:
         """Record a hook of accelerate's, or reject one that may do more than move data."""
@@ -563,7 +564,8 @@ class Walk:
             return
         kind = type(value)
         self.leaves[path] = f"object {self._class(path, kind)}"
-        slots = [name for cls in kind.__mro__ for name in _slots(cls)]
+        members = [item for cls in kind.__mro__ for item in vars(cls).items()]
+        slots = [name for name, one in members if isinstance(one, types.MemberDescriptorType)]
         held = getattr(value, "__dict__", {})
         for name in (*held, *slots):
             look(f"{path}.{name}", getattr(value, name, None))
@@ -615,9 +617,9 @@ class Walk:
         for owner in kind.__mro__[: kind.__mro__.index(torch.Tensor)]:
             self._owners.setdefault(owner, f"<{_name(owner)}>")
         beside = tensor.__dict__
-        if not (beside and self._visited(f"{path}/beside", tensor)):
-            books = {*transformers().BOOKKEEPING, "streamed_weight", "_wrapped_in"}
-            for name in sorted(beside.keys() - books):
+        names = sorted(beside.keys() - _OF_TENSORS - transformers().BOOKKEEPING)
+        if not (names and self._visited(f"{path}/beside", tensor)):
+            for name in names:
                 self._value(f"{path}.{name}", beside[name])
             self._watch_mapping(beside)
 
@@ -1197,9 +1199,7 @@ def _root(value: Any) -> str:
     if isinstance(inner, types.FunctionType):
         return str(inner.__globals__.get("__name__")).partition(".")[0] if _genuine(inner) else ""
     module = getattr(inner, "__module__", None)
-    if not isinstance(module, str):
-        module = type(inner).__module__
-    return module.partition(".")[0]
+    return (module if isinstance(module, str) else type(inner).__module__).partition(".")[0]
 
 
 def _moves(hook: Any) -> bool:
@@ -1240,9 +1240,8 @@ def _ours(value: Any) -> bool:
 @functools.cache
 def _release(root: str) -> str:
     """Return the release of a package, without a local suffix; "" if it has none."""
-    loaded = [sys.modules.get(name) for name in (root, f"{root}.quanto")]
-    for module in loaded:
-        if found := getattr(module, "__version__", ""):
+    for name in (root, f"{root}.quanto"):
+        if found := getattr(sys.modules.get(name), "__version__", ""):
             return str(found).partition("+")[0]
     try:
         return importlib.metadata.version(root.replace("_", "-"))
@@ -1284,10 +1283,8 @@ def _of_python(cls: Any) -> bool:
         return False
     if not cls.__flags__ & _MADE_BY_CODE:
         return True
-    found = sys.modules.get(cls.__module__)
-    for name in cls.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is cls
+    path, module = cls.__qualname__.split("."), sys.modules.get(cls.__module__)
+    return functools.reduce(lambda one, name: getattr(one, name, None), path, module) is cls
 
 
 _MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -1295,26 +1292,17 @@ _MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 def _in_c(cls: type) -> Any:
     """Return the first base class in C, in which objects may hold more than attributes."""
-    python = (c for c in cls.__mro__ if not c.__flags__ & _MADE_BY_CODE or _own_new(c))
-    return next(python, object)
-
-
-def _own_new(cls: type) -> bool:
-    new = vars(cls).get("__new__")
-    return isinstance(new, types.BuiltinFunctionType) and new.__self__ is cls
+    new = {c: getattr(vars(c).get("__new__"), "__self__", None) for c in cls.__mro__}
+    return next(c for c in new if not c.__flags__ & _MADE_BY_CODE or new[c] is c)
 
 
 def _size(held: Mapping[str, Any]) -> int:
-    """Return the number of a class's attributes, without the `__slotnames__` that copies add."""
-    return len(held) - ("__slotnames__" in held)
+    """Return the number of a class's attributes, without those that copies and compilers add."""
+    return len(held) - ("__slotnames__" in held) - ("___needs_generation_tag_patch" in held)
 
 
 def _lacks(names: frozenset[str], held: Mapping[str, Any]) -> bool:
     return held.keys().isdisjoint(names)
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    return tuple(n for n, v in vars(cls).items() if isinstance(v, types.MemberDescriptorType))
 
 
 _WRAPPERS: dict[Any, tuple[str, ...]] = {
@@ -1349,9 +1337,8 @@ def _inner(function: types.FunctionType) -> set[str]:
             continue
         seen.add(id(current))
         found |= names_of(current.__code__)
-        for cell in current.__closure__ or ():
-            if isinstance(content := _content_of(cell), types.FunctionType):
-                todo.append(content)
+        inside = map(_content_of, current.__closure__ or ())
+        todo += [each for each in inside if isinstance(each, types.FunctionType)]
     return found
 
 
@@ -1367,18 +1354,21 @@ def _content_of(cell: types.CellType) -> Any:
 
 def _around(module: torch.nn.Module, forward: Any) -> Any:
     """Return the forward that one of accelerate's or FlowKV's wraps; None if it wraps none."""
-    own = vars(module).get("_old_forward")
-    return (
-        own if own is not None else getattr(getattr(forward, "__self__", forward), "around", None)
-    )
+    around = getattr(getattr(forward, "__self__", forward), "around", None)
+    return vars(module).get("_old_forward", around)
+
+
+def _modeless(module: torch.nn.Module) -> bool:
+    """Return whether a module is an activation of transformers'; models share some of these."""
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return type(module).__module__ == "transformers.activations" and not changed
 
 
 def _offload(module: torch.nn.Module, name: str, tensor: Any) -> Any:
     """Return accelerate's map with an offloaded tensor; None if the module itself holds it."""
     where = getattr(module.__dict__.get("_hf_hook"), "weights_map", None)
-    if tensor is None or not tensor.is_meta or where is None or name not in where:
-        return None
-    return where
+    there = where is not None and tensor is not None and tensor.is_meta and name in where
+    return where if there else None
 
 
 def _versions_of(read: _Read, thing: Any) -> list[int]:

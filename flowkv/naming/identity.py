@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -42,6 +43,13 @@ _SLICE_BYTES = 16 << 20
 _STEPS = [0]
 """Number of optimizer steps that wrote to weights without a count."""
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
+
+
+class _Whole(Namespace, frozen=True, kw_only=True):
+    """Namespace of a model that weights and computation cover, wherever these were loaded from."""
+
+    def digest(self) -> bytes:
+        return Namespace.digest(msgspec.structs.replace(self, model=""))
 
 
 class Identity:
@@ -119,12 +127,14 @@ class Identity:
         self._first_weights = self._first_weights or weights
         self._places = _places(model)
         config: Any = getattr(model, "config", None)
-        own_name = str(getattr(config, "_name_or_path", "")) or type(model).__name__
-        commit = "" if self._name else str(getattr(config, "_commit_hash", None) or "")
+        path = str(getattr(config, "_name_or_path", "")) or type(model).__name__
+        commit = getattr(config, "_commit_hash", None)
+        origin = f"{path}@{commit}" if commit else path
         trusted = bool(self._name) and weights == self._first_weights
-        name = Namespace(
-            model=self._name or own_name,
-            revision=" ".join(filter(None, (commit, self._revision))),
+        whole = not (self._name or self._revision or self.foreign)
+        name = (_Whole if whole else Namespace)(
+            model=self._name or origin,
+            revision=self._revision,
             weights="" if trusted else weights,
             computation=walk.digest,
         )
@@ -299,14 +309,13 @@ def transformed() -> str:
 
 def _helped(model: torch.nn.Module) -> bool:
     """Return whether modules have hooks or replaced forwards, beside those that allow captures."""
+    found = list[Any]()
     for module in model.modules():
         held = vars(module)
         around = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        owners = [getattr(each, "__self__", each) for each in around]
-        owners += [held[name] for name in ("forward", "_call_impl") if name in held]
-        if "_hf_hook" in held or not all(getattr(o, "captures", False) for o in owners):
-            return True
-    return False
+        found += [getattr(each, "__self__", each) for each in around]
+        found += [held[name] for name in ("forward", "_call_impl", "_hf_hook") if name in held]
+    return not all(getattr(each, "captures", False) for each in found)
 
 
 def _places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:

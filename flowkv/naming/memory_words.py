@@ -145,9 +145,8 @@ def _proven() -> bool:
         places = places_of(addresses)
         before, again = TAKE(places), TAKE(places)
         change()
-        if not len(places) or not np.array_equal(before, again):
-            return False
-        if np.array_equal(before, TAKE(places)):
+        still = len(places) and np.array_equal(before, again)
+        if not still or np.array_equal(before, TAKE(places)):
             return False
     return True
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import pickle
 import subprocess
 import sys
 import types
@@ -18,6 +19,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import transformers
+from transformers import activations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
@@ -238,6 +240,83 @@ def test_an_edit_that_is_taken_back_finds_what_was() -> None:
             assert reused(kv) == before
             generate(model, 4, input_ids=prompt)
             assert reused(kv) == before + 48
+
+
+@pytest.mark.parametrize("name", [*activations.ACT2CLS])
+def test_activations_have_no_mode(name: str) -> None:
+    """Models share some, so that `eval` of one model changes the mode in others."""
+    activation = activations.ACT2FN[name]
+    if type(activation).__module__ == activations.__name__:
+        x, found = torch.linspace(-12, 12, 97), Identity(activation.train())
+        theirs = activation(x)
+        assert not found.training and found.same(activation.eval())
+        assert found.namespace == Identity(activation).namespace
+        assert torch.equal(activation(x), theirs)
+
+
+def loaded(model: Any, path: str) -> Any:
+    model.save_pretrained(path)
+    return type(model).from_pretrained(path)
+
+
+def of_a_state(model: Any, path: str) -> Any:
+    config = type(model.config)(**model.config.to_dict())
+    other = transformers.AutoModelForCausalLM.from_config(config).eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def served_otherwise(model: Any, path: str) -> Any:
+    given = dict(max_new_tokens=2, cache_implementation="static", disable_compile=True)
+    model.generate(models.prompt(9), **given)
+    torch.compile(model, backend="eager")
+    model.lm_head.forward = model.lm_head.forward  # a patch that was taken back
+    return model
+
+
+SAME: tuple[Callable[[Any, str], Any], ...] = (
+    *(loaded, of_a_state, served_otherwise),
+    lambda model, path: model.double().float(),
+    lambda model, path: pickle.loads(pickle.dumps(model)),
+)
+
+
+@pytest.mark.parametrize("way", SAME)
+def test_ways_to_one_model_give_one_name(way: Callable[[Any, str], Any], tmp_path: Path) -> None:
+    model = models.short()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    before = Identity(model).namespace.digest()
+    assert Identity(way(model, str(tmp_path))).namespace.digest() == before
+
+
+def test_the_compiler_changes_no_name(monkeypatch) -> None:
+    """It marks the class of all modules when it first compiles anything."""
+    mark = "___needs_generation_tag_patch"
+    monkeypatch.delattr(torch.nn.Module, mark, raising=False)
+    model = models.short()
+    before = Identity(model)
+    monkeypatch.setattr(torch.nn.Module, mark, False, raising=False)
+    assert before.same(model) and Identity(model).namespace == before.namespace
+
+
+def test_a_forward_of_another_module_is_another_name() -> None:
+    model = models.short()
+    before, (one, other) = Identity(model), (layer.mlp for layer in model.model.layers[:2])
+    one.forward = other.forward
+    assert not before.same(model) and Identity(model).namespace != before.namespace
+
+
+def test_a_shared_activation_changes_no_name() -> None:
+    """Another model, as XLM, has the object that RoBERTa's code calls among its modules."""
+    model = models.roberta()
+    found = Identity(model)
+    mode = activations.gelu.training
+    try:
+        torch.nn.Sequential(activations.gelu).train(not mode)
+        assert found.same(model) and Identity(model).namespace == found.namespace
+    finally:
+        activations.gelu.train(mode)
 
 
 @pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])

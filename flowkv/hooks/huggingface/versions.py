@@ -112,7 +112,8 @@ BOOKKEEPING = frozenset(
     loss_type gradient_checkpointing _gradient_checkpointing_func _require_grads_hook
     _output_capturing_hooks_installed peft_config _hf_peft_config_loaded tokenizer processor
     _name_or_path _commit_hash _auto_class __deepcopy__ __reduce_ex__ compile
-    _prefill rope_deltas _require_grads_hooks""".split()
+    _prefill rope_deltas _require_grads_hooks _use_kernels
+    _previous_max_cache_length""".split()
 )
 """Attributes of models that do not change the results of a forward."""
 
