@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         ending,
         erasure,
         export,
-        listing,
         mover,
         overflow,
         pinned,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         step,
         store,
         swap,
+        tier_stack,
     )
     from flowkv.cache import pool as cache_pool
     from flowkv.cache import restore as cache_restore
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     )
     from flowkv.cache.kv import plan as kv_plan
     from flowkv.cache.later import DeviceTimer, Later
-    from flowkv.cache.listing import Listing
     from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
     from flowkv.cache.mover import (
         SHARE,
@@ -73,7 +72,7 @@ if TYPE_CHECKING:
     from flowkv.cache.step import Step, current_step
     from flowkv.cache.store import ClosedTails, NextVictims, PageStore, Samples, Verdict
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
-    from flowkv.cache.tier_stack import TierStack
+    from flowkv.cache.tier_stack import Listing, TierStack
     from flowkv.cli import command, doctor
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.generate import read_prompts
@@ -191,9 +190,8 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.rows import Rows as rows_Rows
     from flowkv.hooks.huggingface.runners import ApartRow, GenerateSampler, PaddedRunner, Parts
     from flowkv.hooks.huggingface.versions import overlay_window
-    from flowkv.kernels import dispatch, operands, reference, registry
+    from flowkv.kernels import dispatch, operands, reference
     from flowkv.kernels.cascade import Group, shared_prefixes
-    from flowkv.kernels.cpu import entries
     from flowkv.kernels.cpu import operations as attention
     from flowkv.kernels.cpu import operations as cpu_pool
     from flowkv.kernels.cpu import operations as pages
@@ -235,7 +233,7 @@ if TYPE_CHECKING:
     from flowkv.kvt.learning import GroupLearner, coded_pages, search
     from flowkv.kvt.rows import RowCoder, RowForm, row_bases
     from flowkv.kvt.tier import CodecTier, PageBases, coded_forms
-    from flowkv.naming import computation, identity, memory_words
+    from flowkv.naming import computation, identity
     from flowkv.naming import fingerprint as fingerprint_of_weights
     from flowkv.naming.computation import Walk
     from flowkv.naming.fingerprint import UnnamedError, Weights, version_of
@@ -341,8 +339,7 @@ if TYPE_CHECKING:
         value_of,
     )
     from flowkv.policy.hazard.compiled import describe as compiled_describe
-    from flowkv.policy.hazard.index import fresh_model, is_model
-    from flowkv.policy.hedge import STAKE
+    from flowkv.policy.hedge import STAKE, fresh_model, is_model
     from flowkv.policy.optimum import NOT_AGAIN, belady, next_uses
     from flowkv.policy.order.compiled import (
         BIRTHS,
@@ -366,10 +363,13 @@ if TYPE_CHECKING:
     from flowkv.policy.order.compiled import SECOND as compiled_SECOND
     from flowkv.policy.order.leaf import FIRST_CAPACITY, LeafOrder, as_slots
     from flowkv.policy.pages import (
+        STATE_RULES,
         Defragmentation,
         Importance,
         Ladder,
         Occupancy,
+        SavedState,
+        StatePlacement,
         make_ladder,
     )
     from flowkv.policy.prefetch.markov import Markov
@@ -384,7 +384,6 @@ if TYPE_CHECKING:
     from flowkv.policy.restore.costs import LoadGate, Rates
     from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
     from flowkv.policy.scheduling import WaitingLine, Worth
-    from flowkv.policy.states import STATE_RULES, SavedState, StatePlacement
     from flowkv.policy.tenants import Quota, Tenants
     from flowkv.policy.warming import (
         _COMPILED,
@@ -422,7 +421,7 @@ if TYPE_CHECKING:
         rehash,
     )
     from flowkv.residency.keeper import HOLD_S
-    from flowkv.residency.keyed import KeyedPolicy, PolicyPlace
+    from flowkv.residency.places import KeyedPolicy, PolicyPlace
     from flowkv.sim import formats
     from flowkv.sim.character import lru_hit_ratios, stack_distances
     from flowkv.sim.formats import Reader, read_mooncake, read_sessions
@@ -470,11 +469,9 @@ if TYPE_CHECKING:
     from flowkv.tiers import io as tiers_io
     from flowkv.tiers.base import UNBOUNDED, evictable, listed
     from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, seal_frames
-    from flowkv.tiers.disk import journal
+    from flowkv.tiers.disk import home as journal
     from flowkv.tiers.disk import tier as transfer
-    from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
-    from flowkv.tiers.disk.inspect import FrameShare, Inspection, drop, inspect, repair, scrub
-    from flowkv.tiers.disk.journal import (
+    from flowkv.tiers.disk.home import (
         CHARGE_BYTES,
         DELETED,
         RECORD_BYTES,
@@ -485,16 +482,20 @@ if TYPE_CHECKING:
         Journal,
         Record,
         Slot,
+        Superblock,
         newest,
         pack_page,
         pack_record,
         peek_store_id,
         read_page,
+        read_superblock,
         sensible,
         unpack_row,
+        write_superblock,
     )
-    from flowkv.tiers.disk.journal import PAGE_BYTES as journal_PAGE_BYTES
-    from flowkv.tiers.disk.journal import Rows as journal_Rows
+    from flowkv.tiers.disk.home import PAGE_BYTES as journal_PAGE_BYTES
+    from flowkv.tiers.disk.home import Rows as journal_Rows
+    from flowkv.tiers.disk.inspect import FrameShare, Inspection, drop, inspect, repair, scrub
     from flowkv.tiers.disk.store import Index, open_journal, slot_granules
     from flowkv.tiers.disk.tier import DiskScheduler, Flight, seal_all
     from flowkv.tiers.envelope import FrameCipher, Integrity, Keyring, SealedFrame

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flowkv import kernels
 from flowkv.cache.later import DeviceTimer, Pending
 from flowkv.cache.overflow import Overflow, Scan
-from flowkv.cache.seal import Publisher, Refusal, Sealer
+from flowkv.cache.seal import Publisher, Refusal, Sealer, Tails
 from flowkv.cache.sequence import (
     CLOSED,
     READY,
@@ -29,7 +29,6 @@ from flowkv.cache.sequence import (
     extend_each,
 )
 from flowkv.cache.store import PageStore
-from flowkv.cache.tail import Tails
 from flowkv.compiled.machine_code import kept
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES

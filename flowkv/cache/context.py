@@ -15,7 +15,7 @@ from flowkv.core.geometry import CODEC_SHIFT
 from flowkv.core.keys import ROOT
 from flowkv.policy.admission import WriteAdmission
 from flowkv.policy.restore import LoadGate
-from flowkv.residency.keyed import PolicyPlace
+from flowkv.residency.places import PolicyPlace
 
 _PARENT, _SLOT = attrgetter("parent"), attrgetter("slot")
 MOST_TENANTS = 1 << 12

@@ -38,13 +38,12 @@ from flowkv.cache.requests import (
     WaitingRequest,
 )
 from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob, RestoreScheduler, choose
-from flowkv.cache.seal import Refusal, describe
+from flowkv.cache.seal import Refusal, Tails, describe
 from flowkv.cache.sequence import Guard, Sequence, Tables, eta_ns, make_care, session_number
 from flowkv.cache.stack import link_pools, open_pools, store_levels, store_report
 from flowkv.cache.step import Step, chosen, sparsify
 from flowkv.cache.store import PageStore, Verdict
 from flowkv.cache.swap import Snapshots
-from flowkv.cache.tail import Tails
 from flowkv.compiled.compiling import SystemClock, now_s
 from flowkv.core import interrupts
 from flowkv.core.clock import Clock
@@ -61,8 +60,7 @@ from flowkv.policy.base import Lease, Policy, configure
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.retention import Retain
-from flowkv.residency.keyed import PolicyPlace
-from flowkv.residency.places import make_envelope, open_tiers, policy_of
+from flowkv.residency.places import PolicyPlace, make_envelope, open_tiers, policy_of
 from flowkv.tiers.base import Tier
 
 
@@ -1085,7 +1083,7 @@ class KV:
             seq: The sequence; its tokens must be known.
             values: Named tensors, numbers, text and lists of them.
             replaces: Whether earlier states of the text that are of little use beside this one are
-                forgotten, see `flowkv.policy.states`.
+                forgotten, see `flowkv.policy.pages`.
 
         Returns:
             Whether it is kept.

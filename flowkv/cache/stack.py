@@ -31,8 +31,7 @@ from flowkv.policy.hedge import Hedge
 from flowkv.policy.restore import EarlierRates, LoadGate
 from flowkv.policy.tenants import Tenants
 from flowkv.policy.warming import Warming, behind
-from flowkv.residency.keyed import PolicyPlace
-from flowkv.residency.places import memory_bytes
+from flowkv.residency.places import PolicyPlace, memory_bytes
 from flowkv.tiers.base import Tier, reserved_bytes
 from flowkv.tiers.disk.home import LEARNED
 from flowkv.tiers.host import HostTier

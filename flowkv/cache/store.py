@@ -34,7 +34,7 @@ from flowkv.policy.admission import WriteAdmission
 from flowkv.policy.base import Policy
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.restore import LoadGate
-from flowkv.residency.keyed import PolicyPlace
+from flowkv.residency.places import PolicyPlace
 from flowkv.tiers.base import Tier
 
 # The sample of restored pages that are recomputed and compared, and the results

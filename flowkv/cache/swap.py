@@ -25,7 +25,7 @@ from flowkv.core.files import MALFORMED
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.core.keys import within
 from flowkv.observe.events import Hit
-from flowkv.policy.states import SavedState, StatePlacement
+from flowkv.policy.pages import SavedState, StatePlacement
 
 # Device memory of sequences, counted in pages: free, held, and what closing a sequence frees.
 

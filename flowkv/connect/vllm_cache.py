@@ -22,7 +22,7 @@ from flowkv.observe.recording import Writer
 from flowkv.policy.base import Lease
 from flowkv.policy.retention import lease_of
 from flowkv.policy.warming import warming
-from flowkv.residency.keyed import KeyedPolicy
+from flowkv.residency.places import KeyedPolicy
 
 _log = logging.getLogger("flowkv")
 _bad_hints = count()

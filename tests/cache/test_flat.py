@@ -84,7 +84,7 @@ def test_what_is_remembered_of_requests_has_a_bound(
     monkeypatch.setattr("flowkv.cache.index._BATCH", 8)
     monkeypatch.setattr("flowkv.cache.index.LEAST_GHOSTS", 32)
     for name in ("FIRST_TIPS", "GHOSTS"):
-        monkeypatch.setattr(f"flowkv.policy.hazard.index.{name}", 32)
+        monkeypatch.setattr(f"flowkv.policy.hedge.{name}", 32)
     kv = make_kv(simple(), pages=3, policy=policy)
     serve(kv, 50)  # what is compiled is loaded
     check(kv, 150, spare=12, spare_bytes=16 << 10)

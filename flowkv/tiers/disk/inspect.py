@@ -14,8 +14,19 @@ import numpy as np
 
 from flowkv.core.errors import StoreError, stating
 from flowkv.core.geometry import FIDELITIES
-from flowkv.tiers.disk.home import ERASED, Superblock, owned, read_superblock
-from flowkv.tiers.disk.journal import RECORD_BYTES, Held, Journal, Slot, in_order, newest, sensible
+from flowkv.tiers.disk.home import (
+    ERASED,
+    RECORD_BYTES,
+    Held,
+    Journal,
+    Slot,
+    Superblock,
+    in_order,
+    newest,
+    owned,
+    read_superblock,
+    sensible,
+)
 from flowkv.tiers.disk.store import (
     DiskStore,
     Index,

@@ -28,8 +28,7 @@ from flowkv.core.errors import ConfigError, FlowKVError, StoreError, stating
 from flowkv.core.memory import address_of
 from flowkv.core.reaper import REAPER, begin
 from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
-from flowkv.tiers.disk.home import ERASED, owner_of
-from flowkv.tiers.disk.journal import STORED, Held, Record, Slot, charge_bytes
+from flowkv.tiers.disk.home import ERASED, STORED, Held, Record, Slot, charge_bytes, owner_of
 from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
 from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import (
