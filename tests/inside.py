@@ -53,7 +53,6 @@ if TYPE_CHECKING:
         warn,
     )
     from flowkv.cache.kv import plan as kv_plan
-    from flowkv.cache.later import DeviceTimer, Later
     from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
     from flowkv.cache.mover import (
         SHARE,
@@ -200,6 +199,7 @@ if TYPE_CHECKING:
     from flowkv.kernels.cpu.operations import address
     from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND, check_batch, check_scoring
     from flowkv.kernels.loss import bounds, by_token, turning
+    from flowkv.kernels.operands import DeviceTimer, Later
     from flowkv.kernels.reference import decoded, narrowed, page_views, rotate, transcode
     from flowkv.kernels.triton import attend, codec, few, flight, many, move, task
     from flowkv.kernels.triton import kvt as triton_kvt

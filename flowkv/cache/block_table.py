@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv import kernels
-from flowkv.cache.later import DeviceTimer, Pending
 from flowkv.cache.overflow import Overflow, Scan
-from flowkv.cache.seal import Publisher, Refusal, Sealer, Tails
+from flowkv.cache.seal import Pending, Publisher, Refusal, Sealer, Tails
 from flowkv.cache.sequence import (
     CLOSED,
     READY,
@@ -32,7 +31,7 @@ from flowkv.cache.store import PageStore
 from flowkv.compiled.machine_code import kept
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
-from flowkv.kernels.operands import Pages, Ragged, sent
+from flowkv.kernels.operands import DeviceTimer, Pages, Ragged, sent
 from flowkv.observe.events import Defragmented, StepPlanned
 from flowkv.policy.base import NEVER_NS
 from flowkv.policy.pages import Defragmentation
@@ -703,7 +702,8 @@ class Planner:
             GeometryError: `seqs` and `counts` differ in length, or a count is negative.
             StateError: A sequence is closed, suspended, in a step, or of another cache.
         """
-        self.guard.run_deferred()
+        if self.guard.deferred:
+            self.guard.run_deferred()
         with self.guard:
             rows = [*map(_ROW, seqs)]
             if {*map(_PLANNER, seqs)} - {self} or len(counts) != len(rows):
@@ -782,9 +782,10 @@ class Planner:
                 ahead = self.store.eviction.copy_ahead
                 ahead(lambda: all(seq.length > seq.prompted for seq in seqs))
             for one in self._prefetchers:
-                if one.due_ns < NEVER_NS:
+                if one.due_ns < NEVER_NS and one.due_ns <= self.store.context.clock.now_ns():
                     one.edge()
-        self.guard.run_deferred()
+        if self.guard.deferred:
+            self.guard.run_deferred()
 
     def measure(
         self, tokens: int, seconds: float, middle: float | None, fronts: Fronts = ()

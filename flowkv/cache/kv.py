@@ -445,7 +445,9 @@ class KV:
         self._tell(learned.load)
         self.visits = RequestTracker(self.planner, prefetches)
         self.queue = Queue(self.visits, self.lock)
-        self.auditor = Auditor(self.restorer, self._like, self.step, self._condemned)
+        self.auditor = partial(
+            Auditor, self.restorer, self._like, self.step, self._condemned
+        )  # made where pages are audited
         if self.config.record and not self._recordings:
             self.record(self.config.record)
         store.writes.check_room()
@@ -775,7 +777,8 @@ class KV:
                 seq.publishable &= not seq.restoration.lacks
                 seq.restoration.abandon()
             seq.closed, served = True, seq.length >= seq.prompted
-            swap.discard(Planner.of(seq), seq)
+            if seq.suspended is not None:
+                swap.discard(Planner.of(seq), seq)
             self._open.pop(id(seq), None)
             if Planner.of(seq) is self.planner:
                 if self._records is not None and seq.request >= 0:
@@ -1243,7 +1246,7 @@ class KV:
             yield from self.prefill([out], chunk=chunk)
         if seqs:
             incomplete = [seq for seq in seqs if seq.position < len(seq.tokens)]
-            yield from self.auditor.steps(incomplete)
+            yield from self.auditor().steps(incomplete)
         while True:
             rows = [seq for seq in seqs if seq.position < len(seq.tokens)]
             if not rows:
@@ -1288,7 +1291,7 @@ class KV:
             for step in self.prefill([seq], chunk=chunk):
                 outputs[id(seq)] = forward(step)
         for seq in seqs:  # wrong pages are computed anew
-            for step in self.auditor.steps([seq], whole=True):
+            for step in self.auditor().steps([seq], whole=True):
                 forward(step)
             for step in self.prefill([seq], chunk=chunk) if not seq.closed else ():
                 outputs[id(seq)] = forward(step)
@@ -1311,7 +1314,7 @@ class KV:
         """
         samples = Planner.of(seq).store.samples
         before = samples.mismatches
-        for step in self.auditor.steps([seq]):
+        for step in self.auditor().steps([seq]):
             forward(step)
         return samples.mismatches - before
 

@@ -14,7 +14,9 @@ are stored as well, under keys of exactly their tokens.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from functools import partial
 from typing import NamedTuple
 
@@ -24,16 +26,81 @@ from numpy.typing import NDArray
 
 from flowkv import kernels
 from flowkv.cache.index import Block, frame_infos, matching
-from flowkv.cache.later import Later, Pending
 from flowkv.cache.sequence import READY, STEPPING, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.core.geometry import CODEC_SHIFT, CODECS
 from flowkv.core.keys import ROOT, within
 from flowkv.kernels.dispatch import NON_FINITE
+from flowkv.kernels.operands import Later
 from flowkv.observe.events import Encoded, Published
 
 _MOST_PAGES = 64
 """Most pages encoded at once: their old places are room for the next ones."""
+
+
+class Pending:
+    """Queue of work that waits for device results about pages. Callers hold the KV lock.
+
+    Work added in a step is done at the end of the next one, and not before, however fast the
+    device is: so the encoded pages that a step reads depend on steps, not on time.
+
+    Args:
+        store: Holds the pages.
+
+    Attributes:
+        work: The queue: step, answer, pages and work of each entry; empty in most steps.
+    """
+
+    def __init__(self, store: PageStore) -> None:
+        self._store, self._steps = store, 0
+        self.work: deque[tuple[int, Later, Items[tuple[int, int]], Callable[[bool], None]]] = (
+            deque()
+        )
+
+    def defer(
+        self, answer: Later, pages: Items[tuple[int, int]], work: Callable[[bool], None]
+    ) -> None:
+        """Do work at once if its values are there and none is queued, else after the next step.
+
+        Args:
+            answer: The values that the work waits for.
+            pages: (group, page) that neither move nor become free until then.
+            work: Called with whether it was deferred.
+        """
+        if not self.work and answer.ready:
+            work(False)
+            return
+        for group, page in pages:
+            self._store.pool(group).lend(page)
+        self.work.append((self._steps, answer, pages, work))
+
+    def end_step(self) -> None:
+        """Do the work that was added before the step that ends."""
+        while self.work and self.work[0][0] < self._steps:
+            self._do()
+        self._steps += 1
+
+    def run_all(self) -> bool:
+        """Do all queued work, and any that it adds, also where some raises.
+
+        Returns:
+            Whether there was any.
+        """
+        settled = bool(self.work)
+        try:
+            while self.work:
+                self._do()
+        finally:
+            if self.work:
+                self.run_all()
+        return settled
+
+    def _do(self) -> None:
+        self.work[0][1].result()
+        _, _, pages, work = self.work.popleft()
+        for group, page in pages:
+            self._store.pool(group).give_back(page)
+        work(True)
 
 
 class Refusal(NamedTuple):

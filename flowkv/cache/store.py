@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache.context import PolicyContext, chains
-from flowkv.cache.index import Beginnings, Block, PrefixIndex
+from flowkv.cache.index import Beginnings, Block, PolicyContext, PrefixIndex, chains
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pinned import BATCH_BYTES
 from flowkv.cache.pool import PagePool, SwappedCopies, make_forms

@@ -16,8 +16,16 @@ from functools import lru_cache, partial
 from itertools import compress, islice
 from typing import NamedTuple
 
-from flowkv.cache.context import PolicyContext, chains
-from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, PrefixIndex, enter_tier
+from flowkv.cache.index import (
+    BUNDLE_LAYOUT,
+    LAYOUT,
+    UNKNOWN,
+    Block,
+    PolicyContext,
+    PrefixIndex,
+    chains,
+    enter_tier,
+)
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pool import Forms
 from flowkv.core.config import Config

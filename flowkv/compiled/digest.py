@@ -134,4 +134,4 @@ def compile_digest() -> None:
     """Compile `core.digest`, or load it from the cache, ahead of its first use."""
     found = ctypes.create_string_buffer(16)
     digest_all(ctypes.addressof(found), 0, 1, ctypes.addressof(found))
-    digest.use(digest_all)
+    digest.compiled = digest_all

@@ -229,7 +229,7 @@ def prepare_decode(pages: Pages, batch: Ragged, window: int | None) -> Any:
     if choose(pages.arena.device, page_dtype=layout.dtype) != "cpu" or layout.latent:
         return None
     check_batch(pages, batch, None)
-    if is_checking():
+    if checks:
         return None
     twin = importlib.import_module("flowkv.kernels.cpu.operations")  # numba, on first use
     return twin.Decode(pages, batch, window)
@@ -734,23 +734,19 @@ def checksum(words: torch.Tensor, block_words: int, *, backend: str | None = Non
 
 # Checks before a kernel reads memory: cheap ones always, page by page while debugging.
 
-_depth = 0
+checks = 0
+"""Open `checking` contexts: in them, tables and lists are checked against their targets."""
 
 
 @contextmanager
 def checking() -> Iterator[None]:
     """Check page tables against the arena in every kernel call made inside (all threads)."""
-    global _depth  # noqa: PLW0603 - a counter, so that nested uses end in the right order
-    _depth += 1
+    global checks  # noqa: PLW0603 - a counter, so that nested uses end in the right order
+    checks += 1
     try:
         yield
     finally:
-        _depth -= 1
-
-
-def is_checking() -> bool:
-    """Return whether values of tables and lists are checked against their targets."""
-    return _depth > 0
+        checks -= 1
 
 
 def _need(condition: bool, problem: str, remedy: str) -> None:
@@ -832,7 +828,7 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
     # A step's batch is checked by its first layer; the others, which are most calls, compare
     # identity.
     passed, address, total = _PASSED[0]
-    if batch is passed and arena.data_ptr() == address and not _depth:
+    if batch is passed and arena.data_ptr() == address and not checks:
         _check_total(tokens, total)
         return
     check_arena(arena)
@@ -849,7 +845,7 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
                 f"{name} is {x.dtype} on {x.device} with strides {x.stride()}",
                 f"Make it torch.int32 on {arena.device}, neighbours in its last dimension",
             )
-    if _depth:
+    if checks:
         _check_pages(pages, batch, tokens, writes)
     total = int(batch.starts[-1]) if batch.starts.is_cpu else -1  # no wait for a GPU here
     _check_total(tokens, total)
@@ -1030,7 +1026,7 @@ def check_lines(
         GeometryError: A shape, dtype or device is wrong, or (while `checking`) a number is outside.
     """
     _check(what, x, torch.int32, shape, device)
-    if is_checking() and x.numel():
+    if checks and x.numel():
         least, most = int(x.min()), int(x.max())
         name = what.partition(" ")[0]
         _need(

@@ -35,8 +35,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flowkv.cache.later import Later
 from flowkv.kernels import checksum
+from flowkv.kernels.operands import Later
 
 _CLASS, _DICT, _CHANGES, _CONTENT, _CODE = 8, -24, 24, 16, (48, 56, 64)
 """Offsets: class and `__dict__` of an instance, count of a dict's changes, content of a cell; code,

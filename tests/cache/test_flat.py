@@ -80,7 +80,7 @@ def test_what_is_remembered_of_requests_has_a_bound(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowkv.cache.requests.FEW_SESSIONS", 32)
-    monkeypatch.setattr("flowkv.cache.context.MOST_TENANTS", 32)
+    monkeypatch.setattr("flowkv.cache.index.MOST_TENANTS", 32)
     monkeypatch.setattr("flowkv.cache.index._BATCH", 8)
     monkeypatch.setattr("flowkv.cache.index.LEAST_GHOSTS", 32)
     for name in ("FIRST_TIPS", "GHOSTS"):

@@ -96,7 +96,7 @@ class ForwardHook:
 
     __slots__ = tuple(  # see `Rows`
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
-        _call graphs _answers
+        graphs _answers
         _attends _reads _verdicts _alike _types _caches _inside _leaving _problem _names_used
         _doubted _handles _naming __weakref__""".split()
     )
@@ -125,7 +125,6 @@ class ForwardHook:
         self.blending: Any = None  # a `blend.Blending`
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
-        self._call = PackedCall(model, self.names, masked=False)
         self.graphs: GraphedForward | None = None
         self._answers: type[Any] | None = None  # class of the model's output of a decode step
 
@@ -161,7 +160,7 @@ class ForwardHook:
         if self._capturable and "forward" not in model.__dict__:
             model.__dict__["forward"] = _answering(model.forward, self.names.cache)
             state = partial(_state, weakref.ref(self))
-            call = partial(_packed, weakref.ref(self))
+            call = partial(_packed, weakref.ref(self), PackedCall(model, self.names, masked=False))
             most = SHORT[-1] if "logits_to_keep" in self.names.parameters else 1
             self.graphs = GraphedForward(call, state, self.kv.config, self.kv.graphed, most)
         follow(self.kv, close=self.release, long=self._long_texts)
@@ -1231,11 +1230,11 @@ def _state(held: weakref.ref[ForwardHook], whole: bool) -> object:
     return None if door is None or model is None else door.identity.state(model, whole=whole)
 
 
-def _packed(held: weakref.ref[ForwardHook], step: Step) -> torch.Tensor:
+def _packed(held: weakref.ref[ForwardHook], call: PackedCall, step: Step) -> Any:
     door = held()
     assert door is not None
     keep = step.last if isinstance(step, StaticStep) and step.shape.new > 1 else None
-    return door._call(step, door.plan, keep)  # type: ignore[no-any-return]
+    return call(step, door.plan, keep)
 
 
 def name_pages(kv: KV, plan: ModelPlan, identity: Identity) -> None:
