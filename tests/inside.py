@@ -16,7 +16,6 @@ from tests.clock import ManualClock  # the tests' own implementation of `Clock`
 if TYPE_CHECKING:
     from flowkv.cache import (
         ahead,
-        ending,
         erasure,
         export,
         mover,
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     from flowkv.cache.sequence import CLOSED, READY, Guard, Tables, session_number
     from flowkv.cache.stack import breaker
     from flowkv.cache.step import Step, current_step
-    from flowkv.cache.store import ClosedTails, NextVictims, PageStore, Samples, Verdict
+    from flowkv.cache.store import ClosedTails, NextVictims, PageStore
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
     from flowkv.cache.tier_stack import Listing, TierStack
     from flowkv.cli import command, doctor
@@ -77,11 +76,9 @@ if TYPE_CHECKING:
     from flowkv.cli.generate import read_prompts
     from flowkv.cli.sim import write_replay_report
     from flowkv.compiled import compile_process, compiling, machine_code
-    from flowkv.compiled.addresses import data
     from flowkv.compiled.compiling import Intervals, SystemClock
     from flowkv.compiled.digest import compile_digest
-    from flowkv.compiled.machine_code import directory, kept, kept_callback
-    from flowkv.compiled.parts import PART
+    from flowkv.compiled.machine_code import PART, data, directory, kept, kept_callback
     from flowkv.connect.door import Announced, Holds, Jobs, Lookup
     from flowkv.connect.hints import Retention, hint_of
     from flowkv.connect.identity import fingerprint
@@ -296,6 +293,7 @@ if TYPE_CHECKING:
         TraceFile,
     )
     from flowkv.policy import admission as write_admission
+    from flowkv.policy import pages as policy_pages
     from flowkv.policy import warming as warming_module
     from flowkv.policy.admission import RULES as WRITE_RULES
     from flowkv.policy.admission import WriteAdmission
@@ -368,8 +366,10 @@ if TYPE_CHECKING:
         Importance,
         Ladder,
         Occupancy,
+        Samples,
         SavedState,
         StatePlacement,
+        Verdict,
         make_ladder,
     )
     from flowkv.policy.prefetch.markov import Markov

@@ -725,7 +725,7 @@ class Planner:
                 tables.state[lines] = READY  # until all pages are there
                 step = self._make_room(seqs, step)
                 tables.state[lines] = STEPPING
-            if self.store.bus.wants(StepPlanned):
+            if self.store.bus.routes[StepPlanned]:
                 new = int(step.starts[-1])
                 context = int(step.ends.max(0).sum()) - new
                 self.store.bus.emit(
@@ -777,7 +777,9 @@ class Planner:
                 self.pending.end_step()
             if self._timers:
                 self._read_timers()
-            self.store.writes.drain()
+            stack = self.store.stack
+            if stack.mover.moving or stack.unwritten or stack.troubles:
+                self.store.writes.drain()
             if step.flags & FILLS:
                 ahead = self.store.eviction.copy_ahead
                 ahead(lambda: all(seq.length > seq.prompted for seq in seqs))

@@ -26,7 +26,6 @@ from flowkv.cache import above, erasure, export, swap
 from flowkv.cache import stack as learned
 from flowkv.cache.audit import Auditor, Explanation, explain
 from flowkv.cache.block_table import Planner
-from flowkv.cache.ending import Ending, make_way
 from flowkv.cache.export import Bundles, Exported, Loaded
 from flowkv.cache.load import PageLoader
 from flowkv.cache.requests import (
@@ -40,9 +39,9 @@ from flowkv.cache.requests import (
 from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob, RestoreScheduler, choose
 from flowkv.cache.seal import Refusal, Tails, describe
 from flowkv.cache.sequence import Guard, Sequence, Tables, eta_ns, make_care, session_number
-from flowkv.cache.stack import link_pools, open_pools, store_levels, store_report
+from flowkv.cache.stack import Ending, link_pools, make_way, open_pools, store_levels, store_report
 from flowkv.cache.step import Step, chosen, sparsify
-from flowkv.cache.store import PageStore, Verdict
+from flowkv.cache.store import PageStore
 from flowkv.cache.swap import Snapshots
 from flowkv.compiled.compiling import SystemClock, now_s
 from flowkv.core import interrupts
@@ -57,6 +56,7 @@ from flowkv.observe.metrics import Level, Metrics, Tenancy
 from flowkv.observe.timeline import OpenReport, TraceFile
 from flowkv.policy import CATALOGUE, make_policy
 from flowkv.policy.base import Lease, Policy, configure
+from flowkv.policy.pages import Verdict
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
 from flowkv.policy.retention import Retain

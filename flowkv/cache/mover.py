@@ -833,6 +833,7 @@ class Mover:
 
     Attributes:
         lanes: One for each tier, nearest first.
+        moving: False if no lane has requests, and there is nothing to `drain`.
         from_memory: Loads answered with the bytes of a store that was under way.
         storing: Stores that are not answered yet.
     """
@@ -846,12 +847,13 @@ class Mover:
         self.deadline_s, self._clock_ns = deadline_s, clock_ns
         self.rates = {} if rates is None else rates
         self.lanes: list[Lane] = []
-        self.from_memory = self.storing = 0
+        self.from_memory, self.storing, self.moving = 0, 0, False
 
     @property
     def busy(self) -> bool:
-        """Return whether any lane has requests; if not, there is nothing to `drain`."""
-        return any(map(_BUSY, self.lanes))
+        """Return whether any lane has requests, and update `moving`."""
+        self.moving = self.moving and any(map(_BUSY, self.lanes))
+        return self.moving
 
     def add(self, tier: Tier, storing: Admission | None = None) -> None:
         """Add a tier below the others; see `Lane`."""
@@ -903,6 +905,7 @@ class Mover:
         for part in parts:
             schedule.queue(TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark))
         self.storing += count
+        self.moving = True
         return count
 
     def on_the_way(self, key: bytes, tier: int = -1) -> OnTheWay | None:
@@ -940,7 +943,9 @@ class Mover:
 
     def collect(self) -> int:
         """Handle arrived answers without sending requests; return their number."""
-        return sum(lane.poll() for lane in self.lanes)
+        handled = sum(lane.poll() for lane in self.lanes)
+        self.moving |= handled > 0  # what waited behind an answered store
+        return handled
 
     def _wait(self, lanes: Sequence[Lane], timeout_s: float) -> int:
         """Send requests, and wait for the first answers of some lanes; return their number."""
@@ -1019,7 +1024,7 @@ class Mover:
             self.from_memory += 1
             done([answer])
             return None
-        request = TransferRequest([item], done, priority, owner)
+        request, self.moving = TransferRequest([item], done, priority, owner), True
         if not self.lanes[tier].ask(request):
             done([TierAnswer(0, 0, item.key, Outcome.FAILED, "busy")])
             return None
@@ -1040,6 +1045,7 @@ class Mover:
             The request for `Lane.give_up`.
         """
         request = TransferRequest(items, done, IOPriority.DEMAND, owner, alone=True)
+        self.moving = True
         self.lanes[tier].ask(request)
         return request
 

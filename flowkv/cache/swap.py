@@ -375,9 +375,11 @@ class Snapshots:
         stored: Whether a tier stored the last state; otherwise no prompt stops for one.
     """
 
+    placement = StatePlacement()
+
     def __init__(self, restorer: PrefixMatcher) -> None:
         self.restorer, self.store, self.planner = restorer, restorer.store, restorer.planner
-        self.placement, self.stored = StatePlacement(), True
+        self.stored = True
 
     # ---- keeping
 

@@ -1,8 +1,8 @@
 """Policies for pages and states: codec by distance, tokens to keep, slabs to empty, states to save.
 
 `Ladder` chooses codecs, `Importance` the tokens of a sequence to keep within a budget,
-`Defragmentation` the bytes to copy so that slabs become empty, and `StatePlacement` the positions
-at which recurrent states are saved.
+`Defragmentation` the bytes to copy so that slabs become empty, `StatePlacement` the positions at
+which recurrent states are saved, and `Samples` the pages to audit.
 """
 
 from __future__ import annotations
@@ -486,3 +486,86 @@ class StatePlacement:
             else:
                 found.append(tokens)
         return found
+
+
+# The sample of restored pages that are recomputed and compared, and the results
+# (see `flowkv.cache.audit`).
+
+MOST_WAITING = 1 << 12
+"""Most sampled pages that wait for their audit; beyond it the oldest are forgotten."""
+
+
+class Verdict(NamedTuple):
+    """The distance of a restored page from the model's own computation of it.
+
+    Attributes:
+        error: Greatest distance of a token's keys or values, relative to their size.
+        bound: Greatest error that the page's codec explains there.
+    """
+
+    error: float
+    bound: float
+
+    @property
+    def sound(self) -> bool:
+        """Return whether the page agrees with the model's computation, within the bound."""
+        return self.error <= self.bound
+
+
+class Samples:
+    """The sample of restored pages. Callers hold the KV lock.
+
+    The key alone decides whether a page is in the sample: the same pages are sampled in every run
+    and in every process. Keys are SHA-256, so that the share is met for any prompts.
+
+    Args:
+        share: Share of all restored pages, 0 to 1; 0 samples none.
+
+    Attributes:
+        audited: Pages that were recomputed and compared.
+        mismatches: Audited pages that differ from the model's computation.
+        skipped: Sampled pages that could not be recomputed.
+        worst: The greatest error as a share of its bound, mismatches left out.
+    """
+
+    def __init__(self, share: float = 0.0) -> None:
+        self.share = share
+        self._border = round(share * 2.0**64)
+        self._came: dict[bytes, str] = {}
+        self.audited = self.mismatches = self.skipped = 0
+        self.worst = 0.0
+
+    def __len__(self) -> int:
+        return len(self._came)
+
+    def has(self, key: bytes) -> bool:
+        """Return whether a page belongs to the sample."""
+        return int.from_bytes(key[:8], "little") < self._border
+
+    def came(self, key: bytes, tier: str) -> None:
+        """Record that a page was restored from a tier, if it belongs to the sample."""
+        if self._border and self.has(key):
+            self._came.pop(key, None)
+            self._came[key] = tier
+            if len(self._came) > MOST_WAITING:
+                del self._came[next(iter(self._came))]
+
+    def waiting(self, key: bytes) -> bool:
+        """Return whether a page was restored and is still to be audited."""
+        return key in self._came
+
+    def take(self, key: bytes) -> str:
+        """Remove a page from the queue; return its tier of origin, "" if it was not queued."""
+        return self._came.pop(key, "")
+
+    def skip(self, key: bytes) -> None:
+        """Count a queued page as skipped: it cannot be audited."""
+        self.skipped += bool(self.take(key))
+
+    def judged(self, verdict: Verdict) -> None:
+        """Count the verdict on an audited page."""
+        self.audited += 1
+        if not verdict.sound:
+            self.mismatches += 1
+        elif verdict.bound:
+            self.worst = max(self.worst, verdict.error / verdict.bound)

@@ -23,9 +23,8 @@ import torch
 from numba import types
 
 from flowkv.compiled import compiling
-from flowkv.compiled.addresses import ahead, pointer
 from flowkv.compiled.digest import STAMP as DIGEST_STAMP
-from flowkv.compiled.machine_code import kept, kept_callback
+from flowkv.compiled.machine_code import ahead, kept, kept_callback, pointer
 from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.core.geometry import CODECS, GRANULE_BYTES, ITEMSIZE, PageLayout
 from flowkv.kernels.cpu import attend as fields
@@ -60,7 +59,7 @@ def entry(function, **options):
 
 
 def entry_of(part):
-    """Return a part of compiled code (`compiled.parts`) as Python calls it."""
+    """Return a part of compiled code (`PART`) as Python calls it."""
     return entry(part.py_func, fastmath=part.targetoptions.get("fastmath", False))
 
 
