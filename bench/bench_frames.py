@@ -28,8 +28,7 @@ from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import Load, Outcome, Store
 from flowkv.tiers.digest import CHECK, check_frames
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.envelope import Envelope, Integrity, Keyring
-from flowkv.tiers.frame import describe, fixed_fields, pack_header
+from flowkv.tiers.frame import Envelope, Integrity, Keyring, describe, fixed_fields, pack_header
 from flowkv.tiers.lossless import Lossless, unpack_stripe
 from tests.fixture_model import load_tiny, stdlib_text
 

@@ -116,11 +116,11 @@ if TYPE_CHECKING:
     from flowkv.core.geometry import (
         CODEC_SHIFT,
         GRANULE_BYTES,
+        GRANULE_MASK,
         INDEXERS,
         ITEMSIZE,
         PageLayout,
         codec_of,
-        granule_of,
         page_id,
         page_layout,
     )
@@ -213,7 +213,13 @@ if TYPE_CHECKING:
     from flowkv.kvt import codec as kvt_codec
     from flowkv.kvt import device as kvt_device
     from flowkv.kvt import tier as kvt_tier
-    from flowkv.kvt.basis import Basis, KeyTurn, KeyTurns, chunk_places, most_basis_bytes
+    from flowkv.kvt.basis import (
+        Basis,
+        KeyTurn,
+        KeyTurns,
+        chunk_places,
+        most_basis_bytes,
+    )
     from flowkv.kvt.basis import digest as basis_digest
     from flowkv.kvt.codec import PageCoder, codable, read_head
     from flowkv.kvt.device import CodedPage, DeviceDecoder, DeviceQueue
@@ -463,11 +469,12 @@ if TYPE_CHECKING:
     from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
     from flowkv.testing.storage import Frame, Model, TierRequest, page_of
     from flowkv.testing.stories import VerificationError, require
-    from flowkv.tiers import digest, envelope, erasure_log, host, slots
+    from flowkv.tiers import digest, erasure_log, host, slots
     from flowkv.tiers import digest as tiers_digest
+    from flowkv.tiers import frame as envelope
     from flowkv.tiers import frame as tiers_frame
     from flowkv.tiers import io as tiers_io
-    from flowkv.tiers.base import UNBOUNDED, evictable, listed
+    from flowkv.tiers.base import UNBOUNDED, aligned, evictable, listed
     from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, seal_frames
     from flowkv.tiers.disk import home as journal
     from flowkv.tiers.disk import tier as transfer
@@ -498,7 +505,6 @@ if TYPE_CHECKING:
     from flowkv.tiers.disk.inspect import FrameShare, Inspection, drop, inspect, repair, scrub
     from flowkv.tiers.disk.store import Index, open_journal, slot_granules
     from flowkv.tiers.disk.tier import DiskScheduler, Flight, seal_all
-    from flowkv.tiers.envelope import FrameCipher, Integrity, Keyring, SealedFrame
     from flowkv.tiers.erasure_log import (
         MOST_KEYS,
         Erased,
@@ -513,8 +519,11 @@ if TYPE_CHECKING:
         MAX_STRIPES,
         NH_128,
         XXH3_128,
+        FrameCipher,
+        Integrity,
+        Keyring,
+        SealedFrame,
         accept,
-        aligned,
         fixed_fields,
         header_bytes,
         lay_out,

@@ -26,8 +26,8 @@ from flowkv.core.digest import DIGEST_BYTES, digests
 from flowkv.core.errors import FlowKVError
 from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.policy.restore.costs import Rates
-from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
-from flowkv.tiers.frame import BadFrame, Buffer, wanted
+from flowkv.tiers.base import BadFrame, Buffer, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.frame import wanted
 
 # Order and volume of the requests to one tier.
 #

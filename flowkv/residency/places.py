@@ -381,7 +381,7 @@ def make_envelope(config: Config, loads: Rates | None = None) -> Envelope:
     rates = loads or Rates()
     keyring = lossless = None
     if config.integrity == "aead":
-        from flowkv.tiers.envelope import Keyring
+        from flowkv.tiers.frame import Keyring
 
         keyring = Keyring(config.secret_bytes)
     if config.lossless != "off":

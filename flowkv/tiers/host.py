@@ -21,11 +21,10 @@ from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.memory import addresses_of
-from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
+from flowkv.tiers.base import BadFrame, Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
     FIXED_BYTES,
-    BadFrame,
     Header,
     accept,
     count_stripes,

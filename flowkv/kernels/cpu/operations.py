@@ -30,21 +30,6 @@ from flowkv.core.geometry import CODECS, GRANULE_BYTES, ITEMSIZE, PageLayout
 from flowkv.kernels.cpu import attend as fields
 from flowkv.kernels.cpu import bits
 from flowkv.kernels.cpu import transcode as codecs
-from flowkv.kernels.cpu.attend import (
-    DONE,
-    FORMAT_FIELDS,
-    FORMATS,
-    LANES,
-    LAYER,
-    NEXT,
-    OUT,
-    PARTS,
-    Q_HEAD,
-    Q_TOKEN,
-    TEAM,
-    WORK,
-    Q,
-)
 from flowkv.kernels.cpu.bits import call, call_team, draw
 from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring, Side
 
@@ -70,19 +55,20 @@ def attend(a, threads, layer, q, q_token, q_head, out):
     Return how many slices are not done, since C functions cannot pass on what a slice raises.
     """
     to = pointer(a, _WORD)
-    to[LAYER], to[Q], to[Q_TOKEN], to[Q_HEAD], to[OUT] = layer, q, q_token, q_head, out
-    to[NEXT] = to[DONE] = 0
+    to[fields.Q], to[fields.Q_TOKEN], to[fields.Q_HEAD] = q, q_token, q_head
+    to[fields.LAYER], to[fields.OUT] = layer, out
+    to[fields.NEXT] = to[fields.DONE] = 0
     if threads > 1:
-        call_team(to[TEAM], to[WORK], a, threads)
+        call_team(to[fields.TEAM], to[fields.WORK], a, threads)
     elif threads:
-        call(to[WORK], a)
-    return to[PARTS] - to[DONE]
+        call(to[fields.WORK], a)
+    return to[fields.PARTS] - to[fields.DONE]
 
 
 @entry
 def help_with(a):
     """Draw slices of a call until none is left."""
-    call(pointer(a, _WORD)[WORK], a)
+    call(pointer(a, _WORD)[fields.WORK], a)
 
 
 @entry
@@ -116,15 +102,15 @@ def worker(like_q, like, sealed: bool):
 
     def work(address):
         a = pointer(address, _WORD)
-        part = draw(ahead(a, NEXT))
-        while part < a[PARTS]:
+        part = draw(ahead(a, fields.NEXT))
+        while part < a[fields.PARTS]:
             if sealed:  # a constant: the other branch is not compiled
                 fields.attend_any(a, (like_q, like), part)
             else:
                 fields.attend_raw(a, (like_q, like), part)
-            if draw(ahead(a, DONE)) == a[PARTS] - 1:
+            if draw(ahead(a, fields.DONE)) == a[fields.PARTS] - 1:
                 fields.combine(a, like_q)
-            part = draw(ahead(a, NEXT))
+            part = draw(ahead(a, fields.NEXT))
 
     with compiling.around():
         return kept_callback(types.void(types.int64), STAMP, error_model="numpy")(work)
@@ -354,7 +340,7 @@ class Call:
         chunk = max(1, chunk)
         slots = np.empty(0, np.float32)
         if most_pages > chunk:
-            dim_v = -(-layout.value_dim // LANES) * LANES
+            dim_v = -(-layout.value_dim // fields.LANES) * fields.LANES
             count = items * -(-most_pages // chunk)
             slots = np.empty(count * most_rows * (dim_v + 2), np.float32)
         shares = np.empty(0, np.float32)
@@ -373,8 +359,8 @@ class Call:
         )
         for form in (layout, *pages.sealed):
             number, *offsets = _offsets(form)
-            start = FORMATS + FORMAT_FIELDS * number
-            a[start : start + FORMAT_FIELDS] = offsets
+            start = fields.FORMATS + fields.FORMAT_FIELDS * number
+            a[start : start + fields.FORMAT_FIELDS] = offsets
         work = worker(LIKE[dtype], LIKE[DTYPES[layout.dtype]], bool(pages.sealed))
         a[fields.WORK], a[fields.TEAM] = work.address, team()
         self.address = a.ctypes.data

@@ -30,7 +30,7 @@ from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.memory import own_memory
-from flowkv.tiers.base import Load
+from flowkv.tiers.base import BadFrame, Load
 from flowkv.tiers.disk.home import (
     CHARGE_BYTES,
     DELETED,
@@ -55,10 +55,9 @@ from flowkv.tiers.disk.home import (
     unpack_row,
     write_superblock,
 )
-from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import (
     AES_256_GCM,
-    BadFrame,
+    Envelope,
     Header,
     most_header_bytes,
     peek_header_bytes,
