@@ -469,10 +469,11 @@ if TYPE_CHECKING:
     from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
     from flowkv.testing.storage import Frame, Model, TierRequest, page_of
     from flowkv.testing.stories import VerificationError, require
-    from flowkv.tiers import digest, erasure_log, host, slots
+    from flowkv.tiers import digest, erasure_log, host
     from flowkv.tiers import digest as tiers_digest
     from flowkv.tiers import frame as envelope
     from flowkv.tiers import frame as tiers_frame
+    from flowkv.tiers import host as slots
     from flowkv.tiers import io as tiers_io
     from flowkv.tiers.base import UNBOUNDED, aligned, evictable, listed
     from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, seal_frames
@@ -535,7 +536,7 @@ if TYPE_CHECKING:
     )
     from flowkv.tiers.frame import KINDS as frame_KINDS
     from flowkv.tiers.frame import describe as frame_describe
-    from flowkv.tiers.host import HostTier
+    from flowkv.tiers.host import HostTier, SlotPool
     from flowkv.tiers.io import engine as io_engine
     from flowkv.tiers.io import open_engine, uring
     from flowkv.tiers.io.engine import (
@@ -586,7 +587,6 @@ if TYPE_CHECKING:
     )
     from flowkv.tiers.shared import INDEX_AT, LEAST_BYTES, FileLayout, file_name, table
     from flowkv.tiers.shared import plan as tier_plan
-    from flowkv.tiers.slots import SlotPool
     from flowkv.tiers.worker import Completions as worker_Completions
     from flowkv.tiers.worker import Item, ThreadMemory, Workers
 

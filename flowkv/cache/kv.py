@@ -55,11 +55,10 @@ from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, War
 from flowkv.observe.metrics import Level, Metrics, Tenancy
 from flowkv.observe.timeline import OpenReport, TraceFile
 from flowkv.policy import CATALOGUE, make_policy
-from flowkv.policy.base import Lease, Policy, configure
+from flowkv.policy.base import Lease, Policy, Retain, configure
 from flowkv.policy.pages import Verdict
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
-from flowkv.policy.retention import Retain
 from flowkv.residency.places import PolicyPlace, make_envelope, open_tiers, policy_of
 from flowkv.tiers.base import Tier
 

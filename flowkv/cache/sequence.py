@@ -26,9 +26,17 @@ from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, ConfigError
 from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
 from flowkv.kernels.operands import GPUS, sent
-from flowkv.policy.base import CUT_OFF, NEVER_NS, TOOL_USE, TURN_END, UNKNOWN_STOP, Lease
+from flowkv.policy.base import (
+    CUT_OFF,
+    NEVER_NS,
+    TOOL_USE,
+    TURN_END,
+    UNKNOWN_STOP,
+    Lease,
+    Retain,
+    lease_of,
+)
 from flowkv.policy.pages import Importance
-from flowkv.policy.retention import Retain, lease_of
 
 # Options of a request: its conversation, and the retention of its pages.
 

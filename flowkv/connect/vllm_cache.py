@@ -19,8 +19,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
 from flowkv.connect.hints import Retention, hint_of
 from flowkv.observe.recording import Writer
-from flowkv.policy.base import Lease
-from flowkv.policy.retention import lease_of
+from flowkv.policy.base import Lease, lease_of
 from flowkv.policy.warming import warming
 from flowkv.residency.places import KeyedPolicy
 

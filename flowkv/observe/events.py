@@ -365,7 +365,7 @@ class Subscription(Closing):
                 )
 
 
-class Routes(dict[type[Event], tuple[Subscription, ...]]):
+class _Routes(dict[type, tuple[Subscription, ...]]):
     """Subscriptions by type of event, each found at its first look-up; () where there is none.
 
     Args:
@@ -397,7 +397,7 @@ class Bus:
     __slots__ = ("_lock", "routes")
 
     def __init__(self) -> None:
-        self._lock, self.routes = threading.Lock(), Routes()
+        self._lock, self.routes = threading.Lock(), _Routes()
 
     def subscribe(self, callback: Callable[[Any], object], *types: type[Event]) -> Subscription:
         """Call `callback` with every event of `types` and their subclasses; no types means all.
@@ -406,7 +406,7 @@ class Bus:
         """
         subscription = Subscription(self, callback, types or (Event,))
         with self._lock:
-            self.routes = Routes(*self.routes.subscriptions, subscription)
+            self.routes = _Routes(*self.routes.subscriptions, subscription)
         return subscription
 
     def wants(self, kind: type[Event]) -> bool:
@@ -421,4 +421,4 @@ class Bus:
     def _remove(self, subscription: Subscription) -> None:
         with self._lock:
             left = (s for s in self.routes.subscriptions if s is not subscription)
-            self.routes = Routes(*left)
+            self.routes = _Routes(*left)
