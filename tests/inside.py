@@ -179,8 +179,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.door import ForwardHook
     from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids, usual
     from flowkv.hooks.huggingface.packing import PackedLayer
-    from flowkv.hooks.huggingface.press import Press, with_positions, words_of
-    from flowkv.hooks.huggingface.repetition import Repetition
+    from flowkv.hooks.huggingface.press import Press, Repetition, with_positions, words_of
     from flowkv.hooks.huggingface.restore import Nested, Restoring, discard
     from flowkv.hooks.huggingface.restore import Part as restore_Part
     from flowkv.hooks.huggingface.rows import Rows as rows_Rows

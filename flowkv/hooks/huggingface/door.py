@@ -30,7 +30,7 @@ from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, is_plain, usual
 from flowkv.hooks.huggingface.packing import PackedCall
-from flowkv.hooks.huggingface.press import Press, Pressing
+from flowkv.hooks.huggingface.press import Press, Pressing, Thinning
 from flowkv.hooks.huggingface.probe import Alike, native_cache, odd_type, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
     NOTHING,
@@ -51,7 +51,6 @@ from flowkv.hooks.huggingface.rows import (
     refuse_lost,
     without_known,
 )
-from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
 from flowkv.naming.identity import TRACED, TRANSFORM, Identity, Proof, drawn, modes, transformed
 from flowkv.policy.sparsify import Sparsifier
