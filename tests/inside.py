@@ -160,9 +160,9 @@ if TYPE_CHECKING:
         seed_of,
     )
     from flowkv.engine.scheduler import RunningRequest
-    from flowkv.hooks import edits, graphs
-    from flowkv.hooks.blend import Rewrite
-    from flowkv.hooks.edits import History, KnownText
+    from flowkv.hooks import blend as edits
+    from flowkv.hooks import graphs
+    from flowkv.hooks.blend import History, KnownText, Rewrite
     from flowkv.hooks.graphs import GraphedForward, StaticStep, shape_of
     from flowkv.hooks.huggingface import calibrate, door, load, restore, rows, serve, smollm2
     from flowkv.hooks.huggingface.attach import _LOCK as attach_lock
