@@ -164,7 +164,8 @@ if TYPE_CHECKING:
     from flowkv.hooks import graphs
     from flowkv.hooks.blend import History, KnownText, Rewrite
     from flowkv.hooks.graphs import GraphedForward, StaticStep, shape_of
-    from flowkv.hooks.huggingface import calibrate, door, load, restore, rows, serve, smollm2
+    from flowkv.hooks.huggingface import calibrate, door, load, restore, rows, serve
+    from flowkv.hooks.huggingface import load as smollm2
     from flowkv.hooks.huggingface.attach import _LOCK as attach_lock
     from flowkv.hooks.huggingface.attach import door_of
     from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask

@@ -783,9 +783,7 @@ class Planner:
             if step.flags & FILLS:
                 ahead = self.store.eviction.copy_ahead
                 ahead(lambda: all(seq.length > seq.prompted for seq in seqs))
-            for one in self._prefetchers:
-                if one.due_ns < NEVER_NS and one.due_ns <= self.store.context.clock.now_ns():
-                    one.edge()
+            self.look_ahead()
         if self.guard.deferred:
             self.guard.run_deferred()
 
@@ -854,7 +852,8 @@ class Planner:
     def look_ahead(self) -> None:
         """Start prefetches if any are due. Callers hold the KV lock."""
         for one in self._prefetchers:
-            one.edge()
+            if one.due_ns < NEVER_NS and one.due_ns <= self.store.context.clock.now_ns():
+                one.edge()
 
     def undo(self, step: Advance) -> None:
         """Release the pages that `reserve` allocated for a step that is rolled back."""

@@ -30,6 +30,12 @@ from flowkv.policy.restore import LoadGate
 from flowkv.residency.places import PolicyPlace
 from flowkv.tiers.base import FrameInfo
 
+# Ghosts: keys of forgotten blocks, with their slots reserved for a while, so that policies learn.
+#
+# A policy that evicted a block it should have kept can only notice if the block comes back under
+# its old slot number. So the slot of a forgotten block stays with its key, until enough others were
+# forgotten after it. Nothing of the block itself stays; a ghost takes about 210 bytes.
+
 _BATCH = 64
 """Ghosts that drop out together, so that policies get one call for all of them."""
 

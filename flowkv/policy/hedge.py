@@ -32,6 +32,8 @@ from flowkv.policy.order import compiled
 from flowkv.policy.order.compiled import COUNT, NEVER, Array, inner, kernel
 from flowkv.policy.order.leaf import LeafOrder, as_slots
 
+# Saved models of a learned order, for a warm start.
+
 MODEL_VERSION = 1
 TAIL_LIMIT = 1e15  # bound of a model's counts, so that their sums are finite
 PSEUDO, PSEUDO_BASE = 0.5, 5.0  # initial sums of squared steps of a loaded weight
@@ -307,6 +309,9 @@ class HazardIndex(LeafOrder):
         wide = [np.concatenate([old[:used], new]) for old, new in zip(tips, more, strict=True)]
         self._learner = (own, *wide, model, counters)
 
+
+# Plain LRU is simulated without blocks by a ring of as many slots as fit, newest first, a block
+# before those below it. A request moves its blocks to the front, and LRU evicts the last.
 
 RING = np.dtype([("before", np.int32), ("after", np.int32), ("held", np.int32)])
 

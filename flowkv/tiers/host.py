@@ -329,6 +329,8 @@ def _end(slot: Any, address_of: Any = ctypes.addressof, fill: Any = ctypes.memse
         book.ended.append((slot.chunk, address, len(slot)))
 
 
+# Answers that memory can give during the call.
+
 Wish = TypeVar("Wish", Load, Store)
 
 

@@ -57,7 +57,7 @@ def test_tiers_digest_by_compiled_code(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that a program makes itself: numpy takes thirty times as long."""
-    monkeypatch.setattr(core_digest, "_compiled", None)
+    monkeypatch.setattr(core_digest, "compiled", None)
     match kind:
         case "host":
             HostTier(MIB).close()

@@ -116,6 +116,8 @@ def worker(like_q, like, sealed: bool):
         return kept_callback(types.void(types.int64), STAMP, error_model="numpy")(work)
 
 
+# The numba twin of `gather_dense`: raw pages are copied, sealed ones decoded.
+
 DECODING = 8
 """Bytes that are copied in the time of decoding one."""
 

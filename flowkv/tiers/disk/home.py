@@ -69,6 +69,16 @@ from flowkv.tiers.frame import (
 )
 from flowkv.tiers.io.engine import FileIO, read_file, read_fully, replace_file, write_fully
 
+# One line of a disk tier's journal: a fixed record of a frame's description and slot.
+#
+#     key, parent, namespace, tenant (32 each), layout (16) | sequence number u64
+#     slot: granules u32, number u64 | stripes u32, stripe bytes u64
+#     group, tokens, rank, world, head start, head stop (u32) | op, kind, codec, fidelity
+#     stored bytes u64 | integrity, lossless | 6 zeros | crc32
+#
+# Records have 224 bytes, little endian. Thousands are read at once, as rows of a numpy array; a row
+# becomes a `Held` when it is needed.
+
 RECORD_BYTES = 224
 STORED, DELETED = 1, 2
 
