@@ -182,7 +182,7 @@ def test_nh_128(size: int) -> None:
 def test_before_it_is_compiled() -> None:
     noise = np.frombuffer(np.random.default_rng(0).bytes(ROUND_BYTES), np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flowkv.core.digest._compiled", None)
+        patch.setattr("flowkv.core.digest.compiled", None)
         took = turns({"numpy": lambda: digests(noise, 1 << 18)}, 9, time.thread_time)
     print()
     show("NH-128 in numpy, GB/s and core", [ROUND_BYTES / s / 1e9 for s in took["numpy"]])

@@ -67,7 +67,7 @@ def test_tiers_digest_by_compiled_code(
             DiskTier(tmp_path, MIB).close()
         case _:
             ObjectTier(f"file://{tmp_path}").close()
-    assert core_digest._compiled is not None
+    assert core_digest.compiled is not None
 
 
 @pytest.mark.parametrize("name", [b"a\xffb", b"a\nb", b"%41 #"])
