@@ -778,7 +778,8 @@ class Planner:
             if self._timers:
                 self._read_timers()
             stack = self.store.stack
-            if stack.mover.moving or stack.unwritten or stack.troubles:
+            used = any(lane.schedule.used for lane in stack.mover.lanes)
+            if used or stack.unwritten or stack.troubles:
                 self.store.writes.drain()
             if step.flags & FILLS:
                 ahead = self.store.eviction.copy_ahead

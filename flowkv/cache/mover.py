@@ -149,6 +149,7 @@ class Schedule:
         joined: Requests that needed no transfer of their own.
         refused: Requests that found the queue full.
         barred: Whether write-backs are held back now.
+        used: Whether a request was queued since the lane was idle, so that it may be `busy`.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Schedule:
         self.demand_bytes, self.background_bytes = demand_bytes, background_bytes
         self.queue_bytes, self.chunk_bytes = queue_bytes, chunk_bytes
         self.joined = self.refused = 0
-        self.barred = False
+        self.barred = self.used = False
         self._queues: tuple[dict[TransferRequest, None], ...] = tuple({} for _ in IOPriority)
         self._queued_bytes = [0 for _ in IOPriority]
         self._flying: dict[TransferRequest, IOPriority] = {}
@@ -323,6 +324,7 @@ class Schedule:
             leaders += [request] * (request not in leaders)
         self._queues[request.priority][request] = None
         self._queued_bytes[request.priority] += request.n_bytes
+        self.used = True
 
     def _unqueue(self, request: TransferRequest) -> None:
         del self._queues[request.priority][request]
@@ -585,7 +587,8 @@ class Lane:
     @property
     def busy(self) -> bool:
         """Return whether a request waits, is in flight, or is overdue."""
-        return bool(self._jobs) or bool(self.schedule)
+        self.schedule.used = bool(self._jobs) or bool(self.schedule)
+        return self.schedule.used
 
     def patience_s(self, n_bytes: int) -> float:
         """Return the longest time to wait for a load of `n_bytes`."""
@@ -833,7 +836,6 @@ class Mover:
 
     Attributes:
         lanes: One for each tier, nearest first.
-        moving: False if no lane has requests, and there is nothing to `drain`.
         from_memory: Loads answered with the bytes of a store that was under way.
         storing: Stores that are not answered yet.
     """
@@ -847,13 +849,12 @@ class Mover:
         self.deadline_s, self._clock_ns = deadline_s, clock_ns
         self.rates = {} if rates is None else rates
         self.lanes: list[Lane] = []
-        self.from_memory, self.storing, self.moving = 0, 0, False
+        self.from_memory = self.storing = 0
 
     @property
     def busy(self) -> bool:
-        """Return whether any lane has requests, and update `moving`."""
-        self.moving = self.moving and any(map(_BUSY, self.lanes))
-        return self.moving
+        """Return whether any lane has requests; if not, there is nothing to `drain`."""
+        return any(map(_BUSY, self.lanes))
 
     def add(self, tier: Tier, storing: Admission | None = None) -> None:
         """Add a tier below the others; see `Lane`."""
@@ -905,7 +906,6 @@ class Mover:
         for part in parts:
             schedule.queue(TransferRequest(part, answered, IOPriority.WRITE_BACK, mark=mark))
         self.storing += count
-        self.moving = True
         return count
 
     def on_the_way(self, key: bytes, tier: int = -1) -> OnTheWay | None:
@@ -943,9 +943,7 @@ class Mover:
 
     def collect(self) -> int:
         """Handle arrived answers without sending requests; return their number."""
-        handled = sum(lane.poll() for lane in self.lanes)
-        self.moving |= handled > 0  # what waited behind an answered store
-        return handled
+        return sum(lane.poll() for lane in self.lanes)
 
     def _wait(self, lanes: Sequence[Lane], timeout_s: float) -> int:
         """Send requests, and wait for the first answers of some lanes; return their number."""
@@ -1024,7 +1022,7 @@ class Mover:
             self.from_memory += 1
             done([answer])
             return None
-        request, self.moving = TransferRequest([item], done, priority, owner), True
+        request = TransferRequest([item], done, priority, owner)
         if not self.lanes[tier].ask(request):
             done([TierAnswer(0, 0, item.key, Outcome.FAILED, "busy")])
             return None
@@ -1045,7 +1043,6 @@ class Mover:
             The request for `Lane.give_up`.
         """
         request = TransferRequest(items, done, IOPriority.DEMAND, owner, alone=True)
-        self.moving = True
         self.lanes[tier].ask(request)
         return request
 
