@@ -48,7 +48,7 @@ from bench.disk_rivals import Blocks, FilePerBlock, RocksDB
 from bench.figures import LAYOUT, finish, page_info
 from flowkv.tiers.base import FrameInfo, Load, Outcome, Store
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.disk.journal import STORED, Held, Record
+from flowkv.tiers.disk.home import STORED, Held, Record
 from flowkv.tiers.disk.store import DiskStore
 from flowkv.tiers.io.engine import Arena
 

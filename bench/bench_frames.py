@@ -28,8 +28,7 @@ from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers.base import Load, Outcome, Store
 from flowkv.tiers.digest import CHECK, check_frames
 from flowkv.tiers.disk import DiskTier
-from flowkv.tiers.envelope import Envelope, Integrity, Keyring
-from flowkv.tiers.frame import describe, fixed_fields, pack_header
+from flowkv.tiers.frame import Envelope, Integrity, Keyring, describe, fixed_fields, pack_header
 from flowkv.tiers.lossless import Lossless, unpack_stripe
 from tests.fixture_model import load_tiny, stdlib_text
 
@@ -183,7 +182,7 @@ def test_nh_128(size: int) -> None:
 def test_before_it_is_compiled() -> None:
     noise = np.frombuffer(np.random.default_rng(0).bytes(ROUND_BYTES), np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flowkv.core.digest._compiled", None)
+        patch.setattr("flowkv.core.digest.compiled", None)
         took = turns({"numpy": lambda: digests(noise, 1 << 18)}, 9, time.thread_time)
     print()
     show("NH-128 in numpy, GB/s and core", [ROUND_BYTES / s / 1e9 for s in took["numpy"]])

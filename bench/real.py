@@ -1,6 +1,6 @@
 """A real language model, attached against plain: `python -m bench real`.
 
-SmolLM2-135M-Instruct by default (see `flowkv.hooks.huggingface.smollm2`), any other folder or id
+SmolLM2-135M-Instruct by default (see `flowkv.hooks.huggingface.load`), any other folder or id
 with `--model`. Prompts are English: the language reference that ships with CPython, cut into tokens
 and named by its digest in the result. Calls of plain and attached models alternate in one process,
 answers are compared before times, and a ratio is the median of the ratios of neighbouring calls,

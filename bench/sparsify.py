@@ -31,8 +31,7 @@ from bench.perplexity import contexts
 from bench.real import english, load
 from flowkv.cli.arguments import AddVerb, names
 from flowkv.core.errors import ConfigError
-from flowkv.hooks.huggingface.press import Pressing, make_press
-from flowkv.hooks.huggingface.repetition import Repetition
+from flowkv.hooks.huggingface.press import Pressing, Repetition, make_press
 from flowkv.policy.sparsify import SPARSIFIERS, KeepLatest, SnapKV, Sparsifier
 from flowkv.report.screen import Screen
 

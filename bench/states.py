@@ -16,7 +16,7 @@ from typing import Any
 from bench.figures import save
 from bench.policy.ground import PUBLIC
 from flowkv.cli.arguments import AddVerb
-from flowkv.policy.states import STATE_RULES
+from flowkv.policy.pages import STATE_RULES
 from flowkv.report.screen import Screen
 from flowkv.sim import Trace, generate, read_trace, replay
 from flowkv.sim.formats import read_sessions

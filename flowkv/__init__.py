@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from flowkv.hooks.graphs import graphed
     from flowkv.hooks.huggingface.attach import attach, verify
     from flowkv.hooks.huggingface.load import LoadedModel, load
-    from flowkv.policy.base import Lease, Policy
-    from flowkv.policy.retention import Retain
+    from flowkv.policy.base import Lease, Policy, Retain
     from flowkv.tensors.embedding import attach_embedding
     from flowkv.tensors.memo import memo
     from flowkv.tensors.weights import attach_weights
@@ -93,8 +92,7 @@ _HOMES = {
         "flowkv.hooks.huggingface": "attach verify",
         "flowkv.hooks.huggingface.load": "LoadedModel load",
         "flowkv.kernels": "kernels",
-        "flowkv.policy.base": "Lease Policy",
-        "flowkv.policy.retention": "Retain",
+        "flowkv.policy.base": "Lease Policy Retain",
         "flowkv.sim": "sim",
         "flowkv.tensors.embedding": "attach_embedding",
         "flowkv.tensors.memo": "memo",

@@ -331,9 +331,9 @@ def nan_poison() -> object:
 def whole_pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep what fills no page out of files that count pages."""
     if request.path.is_relative_to(TESTS) and str(request.path.relative_to(TESTS)) in WHOLE_PAGES:
-        monkeypatch.setattr("flowkv.cache.tail.Tails.best_match", lambda *_: None)
-        monkeypatch.setattr("flowkv.cache.tail.Tails.keep", lambda *_: None)
-        monkeypatch.setattr("flowkv.cache.tail.Tails.save", lambda *_: None)
+        monkeypatch.setattr("flowkv.cache.seal.Tails.best_match", lambda *_: None)
+        monkeypatch.setattr("flowkv.cache.seal.Tails.keep", lambda *_: None)
+        monkeypatch.setattr("flowkv.cache.seal.Tails.save", lambda *_: None)
         monkeypatch.setattr("flowkv.cache.restore.PrefixMatcher.behind", lambda *_: [])
 
 

@@ -16,10 +16,8 @@ from tests.clock import ManualClock  # the tests' own implementation of `Clock`
 if TYPE_CHECKING:
     from flowkv.cache import (
         ahead,
-        ending,
         erasure,
         export,
-        listing,
         mover,
         overflow,
         pinned,
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
         step,
         store,
         swap,
+        tier_stack,
     )
     from flowkv.cache import pool as cache_pool
     from flowkv.cache import restore as cache_restore
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
         warn,
     )
     from flowkv.cache.kv import plan as kv_plan
-    from flowkv.cache.later import DeviceTimer, Later
-    from flowkv.cache.listing import Listing
     from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
     from flowkv.cache.mover import (
         SHARE,
@@ -71,19 +68,17 @@ if TYPE_CHECKING:
     from flowkv.cache.sequence import CLOSED, READY, Guard, Tables, session_number
     from flowkv.cache.stack import breaker
     from flowkv.cache.step import Step, current_step
-    from flowkv.cache.store import ClosedTails, NextVictims, PageStore, Samples, Verdict
+    from flowkv.cache.store import ClosedTails, NextVictims, PageStore
     from flowkv.cache.swap import Copy, Footprint, decode_state, encode_state
-    from flowkv.cache.tier_stack import TierStack
+    from flowkv.cache.tier_stack import Listing, TierStack
     from flowkv.cli import command, doctor
     from flowkv.cli.arguments import Misused, Parser
     from flowkv.cli.generate import read_prompts
     from flowkv.cli.sim import write_replay_report
     from flowkv.compiled import compile_process, compiling, machine_code
-    from flowkv.compiled.addresses import data
     from flowkv.compiled.compiling import Intervals, SystemClock
     from flowkv.compiled.digest import compile_digest
-    from flowkv.compiled.machine_code import directory, kept, kept_callback
-    from flowkv.compiled.parts import PART
+    from flowkv.compiled.machine_code import PART, data, directory, kept, kept_callback
     from flowkv.connect.door import Announced, Holds, Jobs, Lookup
     from flowkv.connect.hints import Retention, hint_of
     from flowkv.connect.identity import fingerprint
@@ -121,11 +116,11 @@ if TYPE_CHECKING:
     from flowkv.core.geometry import (
         CODEC_SHIFT,
         GRANULE_BYTES,
+        GRANULE_MASK,
         INDEXERS,
         ITEMSIZE,
         PageLayout,
         codec_of,
-        granule_of,
         page_id,
         page_layout,
     )
@@ -165,11 +160,12 @@ if TYPE_CHECKING:
         seed_of,
     )
     from flowkv.engine.scheduler import RunningRequest
-    from flowkv.hooks import edits, graphs
-    from flowkv.hooks.blend import Rewrite
-    from flowkv.hooks.edits import History, KnownText
+    from flowkv.hooks import blend as edits
+    from flowkv.hooks import graphs
+    from flowkv.hooks.blend import History, KnownText, Rewrite
     from flowkv.hooks.graphs import GraphedForward, StaticStep, shape_of
-    from flowkv.hooks.huggingface import calibrate, door, load, restore, rows, serve, smollm2
+    from flowkv.hooks.huggingface import calibrate, door, load, restore, rows, serve
+    from flowkv.hooks.huggingface import load as smollm2
     from flowkv.hooks.huggingface.attach import _LOCK as attach_lock
     from flowkv.hooks.huggingface.attach import door_of
     from flowkv.hooks.huggingface.attention import MaskRecipe, Packing, PagedView, Unpackable, mask
@@ -184,16 +180,14 @@ if TYPE_CHECKING:
     from flowkv.hooks.huggingface.door import ForwardHook
     from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, placeholder_ids, usual
     from flowkv.hooks.huggingface.packing import PackedLayer
-    from flowkv.hooks.huggingface.press import Press, with_positions, words_of
-    from flowkv.hooks.huggingface.repetition import Repetition
+    from flowkv.hooks.huggingface.press import Press, Repetition, with_positions, words_of
     from flowkv.hooks.huggingface.restore import Nested, Restoring, discard
     from flowkv.hooks.huggingface.restore import Part as restore_Part
     from flowkv.hooks.huggingface.rows import Rows as rows_Rows
     from flowkv.hooks.huggingface.runners import ApartRow, GenerateSampler, PaddedRunner, Parts
     from flowkv.hooks.huggingface.versions import overlay_window
-    from flowkv.kernels import dispatch, operands, reference, registry
+    from flowkv.kernels import dispatch, operands, reference
     from flowkv.kernels.cascade import Group, shared_prefixes
-    from flowkv.kernels.cpu import entries
     from flowkv.kernels.cpu import operations as attention
     from flowkv.kernels.cpu import operations as cpu_pool
     from flowkv.kernels.cpu import operations as pages
@@ -202,6 +196,7 @@ if TYPE_CHECKING:
     from flowkv.kernels.cpu.operations import address
     from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND, check_batch, check_scoring
     from flowkv.kernels.loss import bounds, by_token, turning
+    from flowkv.kernels.operands import DeviceTimer, Later
     from flowkv.kernels.reference import decoded, narrowed, page_views, rotate, transcode
     from flowkv.kernels.triton import attend, codec, few, flight, many, move, task
     from flowkv.kernels.triton import kvt as triton_kvt
@@ -218,7 +213,13 @@ if TYPE_CHECKING:
     from flowkv.kvt import codec as kvt_codec
     from flowkv.kvt import device as kvt_device
     from flowkv.kvt import tier as kvt_tier
-    from flowkv.kvt.basis import Basis, KeyTurn, KeyTurns, chunk_places, most_basis_bytes
+    from flowkv.kvt.basis import (
+        Basis,
+        KeyTurn,
+        KeyTurns,
+        chunk_places,
+        most_basis_bytes,
+    )
     from flowkv.kvt.basis import digest as basis_digest
     from flowkv.kvt.codec import PageCoder, codable, read_head
     from flowkv.kvt.device import CodedPage, DeviceDecoder, DeviceQueue
@@ -235,7 +236,7 @@ if TYPE_CHECKING:
     from flowkv.kvt.learning import GroupLearner, coded_pages, search
     from flowkv.kvt.rows import RowCoder, RowForm, row_bases
     from flowkv.kvt.tier import CodecTier, PageBases, coded_forms
-    from flowkv.naming import computation, identity, memory_words
+    from flowkv.naming import computation, identity
     from flowkv.naming import fingerprint as fingerprint_of_weights
     from flowkv.naming.computation import Walk
     from flowkv.naming.fingerprint import UnnamedError, Weights, version_of
@@ -298,6 +299,7 @@ if TYPE_CHECKING:
         TraceFile,
     )
     from flowkv.policy import admission as write_admission
+    from flowkv.policy import pages as policy_pages
     from flowkv.policy import warming as warming_module
     from flowkv.policy.admission import RULES as WRITE_RULES
     from flowkv.policy.admission import WriteAdmission
@@ -341,8 +343,7 @@ if TYPE_CHECKING:
         value_of,
     )
     from flowkv.policy.hazard.compiled import describe as compiled_describe
-    from flowkv.policy.hazard.index import fresh_model, is_model
-    from flowkv.policy.hedge import STAKE
+    from flowkv.policy.hedge import STAKE, fresh_model, is_model
     from flowkv.policy.optimum import NOT_AGAIN, belady, next_uses
     from flowkv.policy.order.compiled import (
         BIRTHS,
@@ -366,10 +367,15 @@ if TYPE_CHECKING:
     from flowkv.policy.order.compiled import SECOND as compiled_SECOND
     from flowkv.policy.order.leaf import FIRST_CAPACITY, LeafOrder, as_slots
     from flowkv.policy.pages import (
+        STATE_RULES,
         Defragmentation,
         Importance,
         Ladder,
         Occupancy,
+        Samples,
+        SavedState,
+        StatePlacement,
+        Verdict,
         make_ladder,
     )
     from flowkv.policy.prefetch.markov import Markov
@@ -384,7 +390,6 @@ if TYPE_CHECKING:
     from flowkv.policy.restore.costs import LoadGate, Rates
     from flowkv.policy.restore.policy import Prices, TwoPointer, best_split
     from flowkv.policy.scheduling import WaitingLine, Worth
-    from flowkv.policy.states import STATE_RULES, SavedState, StatePlacement
     from flowkv.policy.tenants import Quota, Tenants
     from flowkv.policy.warming import (
         _COMPILED,
@@ -422,7 +427,7 @@ if TYPE_CHECKING:
         rehash,
     )
     from flowkv.residency.keeper import HOLD_S
-    from flowkv.residency.keyed import KeyedPolicy, PolicyPlace
+    from flowkv.residency.places import KeyedPolicy, PolicyPlace
     from flowkv.sim import formats
     from flowkv.sim.character import lru_hit_ratios, stack_distances
     from flowkv.sim.formats import Reader, read_mooncake, read_sessions
@@ -464,17 +469,17 @@ if TYPE_CHECKING:
     from flowkv.testing.storage import PAGE_KINDS as codecs_KINDS
     from flowkv.testing.storage import Frame, Model, TierRequest, page_of
     from flowkv.testing.stories import VerificationError, require
-    from flowkv.tiers import digest, envelope, erasure_log, host, slots
+    from flowkv.tiers import digest, erasure_log, host
     from flowkv.tiers import digest as tiers_digest
+    from flowkv.tiers import frame as envelope
     from flowkv.tiers import frame as tiers_frame
+    from flowkv.tiers import host as slots
     from flowkv.tiers import io as tiers_io
-    from flowkv.tiers.base import UNBOUNDED, evictable, listed
+    from flowkv.tiers.base import UNBOUNDED, aligned, evictable, listed
     from flowkv.tiers.digest import CHECK, REASONS, STREAMED_BYTES, check_frames, seal_frames
-    from flowkv.tiers.disk import journal
+    from flowkv.tiers.disk import home as journal
     from flowkv.tiers.disk import tier as transfer
-    from flowkv.tiers.disk.home import Superblock, read_superblock, write_superblock
-    from flowkv.tiers.disk.inspect import FrameShare, Inspection, drop, inspect, repair, scrub
-    from flowkv.tiers.disk.journal import (
+    from flowkv.tiers.disk.home import (
         CHARGE_BYTES,
         DELETED,
         RECORD_BYTES,
@@ -485,19 +490,22 @@ if TYPE_CHECKING:
         Journal,
         Record,
         Slot,
+        Superblock,
         newest,
         pack_page,
         pack_record,
         peek_store_id,
         read_page,
+        read_superblock,
         sensible,
         unpack_row,
+        write_superblock,
     )
-    from flowkv.tiers.disk.journal import PAGE_BYTES as journal_PAGE_BYTES
-    from flowkv.tiers.disk.journal import Rows as journal_Rows
+    from flowkv.tiers.disk.home import PAGE_BYTES as journal_PAGE_BYTES
+    from flowkv.tiers.disk.home import Rows as journal_Rows
+    from flowkv.tiers.disk.inspect import FrameShare, Inspection, drop, inspect, repair, scrub
     from flowkv.tiers.disk.store import Index, open_journal, slot_granules
     from flowkv.tiers.disk.tier import DiskScheduler, Flight, seal_all
-    from flowkv.tiers.envelope import FrameCipher, Integrity, Keyring, SealedFrame
     from flowkv.tiers.erasure_log import (
         MOST_KEYS,
         Erased,
@@ -512,8 +520,11 @@ if TYPE_CHECKING:
         MAX_STRIPES,
         NH_128,
         XXH3_128,
+        FrameCipher,
+        Integrity,
+        Keyring,
+        SealedFrame,
         accept,
-        aligned,
         fixed_fields,
         header_bytes,
         lay_out,
@@ -525,7 +536,7 @@ if TYPE_CHECKING:
     )
     from flowkv.tiers.frame import KINDS as frame_KINDS
     from flowkv.tiers.frame import describe as frame_describe
-    from flowkv.tiers.host import HostTier
+    from flowkv.tiers.host import HostTier, SlotPool
     from flowkv.tiers.io import engine as io_engine
     from flowkv.tiers.io import open_engine, uring
     from flowkv.tiers.io.engine import (
@@ -576,7 +587,6 @@ if TYPE_CHECKING:
     )
     from flowkv.tiers.shared import INDEX_AT, LEAST_BYTES, FileLayout, file_name, table
     from flowkv.tiers.shared import plan as tier_plan
-    from flowkv.tiers.slots import SlotPool
     from flowkv.tiers.worker import Completions as worker_Completions
     from flowkv.tiers.worker import Item, ThreadMemory, Workers
 

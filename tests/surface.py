@@ -123,7 +123,8 @@ def public_paths(package: griffe.Module) -> set[str]:
     """Paths of all public names of Python."""
     paths = set(NAMED)
     for whole in ("core.errors", "observe.events"):
-        paths |= {one.path for one in package[whole].classes.values()}
+        classes = package[whole].classes.values()
+        paths |= {one.path for one in classes if not one.name.startswith("_")}
     for path in MODULES:
         module = package if path == package.path else package[path.removeprefix("flowkv.")]
         assert module.exports, f"{path} is public and has no __all__"

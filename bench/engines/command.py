@@ -49,7 +49,7 @@ def add_verbs(verb: AddVerb) -> None:
 
 def _engines(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     if given.model == "smollm2":
-        from flowkv.hooks.huggingface.smollm2 import smollm2_path
+        from flowkv.hooks.huggingface.load import smollm2_path
 
         given.model = str(smollm2_path())
     result: dict[str, Any] = {"rounds": given.rounds, "cpus": os.cpu_count(), "parts": {}}

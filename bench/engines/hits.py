@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowkv.policy import make_policy
-from flowkv.residency.keyed import KeyedPolicy
+from flowkv.residency.places import KeyedPolicy
 from flowkv.sim.trace import Trace, read_npz
 
 POLICIES = ("lru", "arc", "flowkv_lfu_ttl", "flowkv_auto")

@@ -19,9 +19,9 @@ from bench.gpu.machine import Machine
 from flowkv.cache.pinned import Copies, CudaStreams, open_copies
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.kernels import gather_pages, scatter_pages
+from flowkv.tiers.host import SlotPool
 from flowkv.tiers.io import open_engine
 from flowkv.tiers.io.engine import OPERATION, READ, WRITE
-from flowkv.tiers.slots import SlotPool
 
 PIECES = ((2 << 20, 128), (256 << 10, 1024), (16 << 10, 16384))
 WINDOW = 8  # pieces read and sent up together

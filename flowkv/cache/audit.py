@@ -23,7 +23,7 @@ from flowkv.cache.pool import Forms, PagePool
 from flowkv.cache.restore import PrefixMatcher
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
-from flowkv.cache.store import PageStore, Verdict
+from flowkv.cache.store import PageStore
 from flowkv.core.errors import CapacityError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, COLD, FIDELITIES, SPECS, PageLayout, codec_of
 from flowkv.kernels.loss import bounds, by_rotation
@@ -31,6 +31,7 @@ from flowkv.kernels.operands import Pages
 from flowkv.kernels.reference import page_views
 from flowkv.kvt.tier import CodecTier
 from flowkv.observe.events import Audited, Quarantined
+from flowkv.policy.pages import Verdict
 
 # Distance of a page from the model's computation in its place, and the bound of that distance.
 #

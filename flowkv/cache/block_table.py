@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv import kernels
-from flowkv.cache.later import DeviceTimer, Pending
 from flowkv.cache.overflow import Overflow, Scan
-from flowkv.cache.seal import Publisher, Refusal, Sealer
+from flowkv.cache.seal import Pending, Publisher, Refusal, Sealer, Tails
 from flowkv.cache.sequence import (
     CLOSED,
     READY,
@@ -29,11 +28,10 @@ from flowkv.cache.sequence import (
     extend_each,
 )
 from flowkv.cache.store import PageStore
-from flowkv.cache.tail import Tails
 from flowkv.compiled.machine_code import kept
 from flowkv.core.errors import CapacityError, GeometryError, NonFiniteError, StateError
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
-from flowkv.kernels.operands import Pages, Ragged, sent
+from flowkv.kernels.operands import DeviceTimer, Pages, Ragged, sent
 from flowkv.observe.events import Defragmented, StepPlanned
 from flowkv.policy.base import NEVER_NS
 from flowkv.policy.pages import Defragmentation
@@ -704,7 +702,8 @@ class Planner:
             GeometryError: `seqs` and `counts` differ in length, or a count is negative.
             StateError: A sequence is closed, suspended, in a step, or of another cache.
         """
-        self.guard.run_deferred()
+        if self.guard.deferred:
+            self.guard.run_deferred()
         with self.guard:
             rows = [*map(_ROW, seqs)]
             if {*map(_PLANNER, seqs)} - {self} or len(counts) != len(rows):
@@ -726,7 +725,7 @@ class Planner:
                 tables.state[lines] = READY  # until all pages are there
                 step = self._make_room(seqs, step)
                 tables.state[lines] = STEPPING
-            if self.store.bus.wants(StepPlanned):
+            if self.store.bus.routes[StepPlanned]:
                 new = int(step.starts[-1])
                 context = int(step.ends.max(0).sum()) - new
                 self.store.bus.emit(
@@ -778,14 +777,16 @@ class Planner:
                 self.pending.end_step()
             if self._timers:
                 self._read_timers()
-            self.store.writes.drain()
+            stack = self.store.stack
+            used = any(lane.schedule.used for lane in stack.mover.lanes)
+            if used or stack.unwritten or stack.troubles:
+                self.store.writes.drain()
             if step.flags & FILLS:
                 ahead = self.store.eviction.copy_ahead
                 ahead(lambda: all(seq.length > seq.prompted for seq in seqs))
-            for one in self._prefetchers:
-                if one.due_ns < NEVER_NS:
-                    one.edge()
-        self.guard.run_deferred()
+            self.look_ahead()
+        if self.guard.deferred:
+            self.guard.run_deferred()
 
     def measure(
         self, tokens: int, seconds: float, middle: float | None, fronts: Fronts = ()
@@ -852,7 +853,8 @@ class Planner:
     def look_ahead(self) -> None:
         """Start prefetches if any are due. Callers hold the KV lock."""
         for one in self._prefetchers:
-            one.edge()
+            if one.due_ns < NEVER_NS and one.due_ns <= self.store.context.clock.now_ns():
+                one.edge()
 
     def undo(self, step: Advance) -> None:
         """Release the pages that `reserve` allocated for a step that is rolled back."""

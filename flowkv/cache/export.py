@@ -25,9 +25,8 @@ from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES, ROOT
 from flowkv.observe.events import Closing
 from flowkv.observe.timeline import joined
-from flowkv.tiers.base import FrameInfo, Load, Outcome
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.frame import BadFrame, Header, aligned, peek_header_bytes
+from flowkv.tiers.base import BadFrame, FrameInfo, Load, Outcome, aligned
+from flowkv.tiers.frame import Envelope, Header, peek_header_bytes
 from flowkv.tiers.io.engine import FileIO
 
 # Format of the file that `KV.export` writes and `KV.load` reads: one file with many frames.

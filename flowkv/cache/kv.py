@@ -26,7 +26,6 @@ from flowkv.cache import above, erasure, export, swap
 from flowkv.cache import stack as learned
 from flowkv.cache.audit import Auditor, Explanation, explain
 from flowkv.cache.block_table import Planner
-from flowkv.cache.ending import Ending, make_way
 from flowkv.cache.export import Bundles, Exported, Loaded
 from flowkv.cache.load import PageLoader
 from flowkv.cache.requests import (
@@ -38,13 +37,12 @@ from flowkv.cache.requests import (
     WaitingRequest,
 )
 from flowkv.cache.restore import Late, PrefixMatcher, RestoreJob, RestoreScheduler, choose
-from flowkv.cache.seal import Refusal, describe
+from flowkv.cache.seal import Refusal, Tails, describe
 from flowkv.cache.sequence import Guard, Sequence, Tables, eta_ns, make_care, session_number
-from flowkv.cache.stack import link_pools, open_pools, store_levels, store_report
+from flowkv.cache.stack import Ending, link_pools, make_way, open_pools, store_levels, store_report
 from flowkv.cache.step import Step, chosen, sparsify
-from flowkv.cache.store import PageStore, Verdict
+from flowkv.cache.store import PageStore
 from flowkv.cache.swap import Snapshots
-from flowkv.cache.tail import Tails
 from flowkv.compiled.compiling import SystemClock, now_s
 from flowkv.core import interrupts
 from flowkv.core.clock import Clock
@@ -57,12 +55,11 @@ from flowkv.observe.events import Bus, EngineStep, RestoreSpan, StepPlanned, War
 from flowkv.observe.metrics import Level, Metrics, Tenancy
 from flowkv.observe.timeline import OpenReport, TraceFile
 from flowkv.policy import CATALOGUE, make_policy
-from flowkv.policy.base import Lease, Policy, configure
+from flowkv.policy.base import Lease, Policy, Retain, configure
+from flowkv.policy.pages import Verdict
 from flowkv.policy.prefetch import PrefetchConfig
 from flowkv.policy.restore import LoadGate
-from flowkv.policy.retention import Retain
-from flowkv.residency.keyed import PolicyPlace
-from flowkv.residency.places import make_envelope, open_tiers, policy_of
+from flowkv.residency.places import PolicyPlace, make_envelope, open_tiers, policy_of
 from flowkv.tiers.base import Tier
 
 
@@ -447,7 +444,9 @@ class KV:
         self._tell(learned.load)
         self.visits = RequestTracker(self.planner, prefetches)
         self.queue = Queue(self.visits, self.lock)
-        self.auditor = Auditor(self.restorer, self._like, self.step, self._condemned)
+        self.auditor = partial(
+            Auditor, self.restorer, self._like, self.step, self._condemned
+        )  # made where pages are audited
         if self.config.record and not self._recordings:
             self.record(self.config.record)
         store.writes.check_room()
@@ -777,7 +776,8 @@ class KV:
                 seq.publishable &= not seq.restoration.lacks
                 seq.restoration.abandon()
             seq.closed, served = True, seq.length >= seq.prompted
-            swap.discard(Planner.of(seq), seq)
+            if seq.suspended is not None:
+                swap.discard(Planner.of(seq), seq)
             self._open.pop(id(seq), None)
             if Planner.of(seq) is self.planner:
                 if self._records is not None and seq.request >= 0:
@@ -1085,7 +1085,7 @@ class KV:
             seq: The sequence; its tokens must be known.
             values: Named tensors, numbers, text and lists of them.
             replaces: Whether earlier states of the text that are of little use beside this one are
-                forgotten, see `flowkv.policy.states`.
+                forgotten, see `flowkv.policy.pages`.
 
         Returns:
             Whether it is kept.
@@ -1245,7 +1245,7 @@ class KV:
             yield from self.prefill([out], chunk=chunk)
         if seqs:
             incomplete = [seq for seq in seqs if seq.position < len(seq.tokens)]
-            yield from self.auditor.steps(incomplete)
+            yield from self.auditor().steps(incomplete)
         while True:
             rows = [seq for seq in seqs if seq.position < len(seq.tokens)]
             if not rows:
@@ -1290,7 +1290,7 @@ class KV:
             for step in self.prefill([seq], chunk=chunk):
                 outputs[id(seq)] = forward(step)
         for seq in seqs:  # wrong pages are computed anew
-            for step in self.auditor.steps([seq], whole=True):
+            for step in self.auditor().steps([seq], whole=True):
                 forward(step)
             for step in self.prefill([seq], chunk=chunk) if not seq.closed else ():
                 outputs[id(seq)] = forward(step)
@@ -1313,7 +1313,7 @@ class KV:
         """
         samples = Planner.of(seq).store.samples
         before = samples.mismatches
-        for step in self.auditor.steps([seq]):
+        for step in self.auditor().steps([seq]):
             forward(step)
         return samples.mismatches - before
 

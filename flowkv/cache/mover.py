@@ -26,8 +26,8 @@ from flowkv.core.digest import DIGEST_BYTES, digests
 from flowkv.core.errors import FlowKVError
 from flowkv.policy.prefetch.prefetcher import RegretGuard
 from flowkv.policy.restore.costs import Rates
-from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer
-from flowkv.tiers.frame import BadFrame, Buffer, wanted
+from flowkv.tiers.base import BadFrame, Buffer, FrameInfo, Load, Outcome, Store, Tier, TierAnswer
+from flowkv.tiers.frame import wanted
 
 # Order and volume of the requests to one tier.
 #
@@ -149,6 +149,7 @@ class Schedule:
         joined: Requests that needed no transfer of their own.
         refused: Requests that found the queue full.
         barred: Whether write-backs are held back now.
+        used: Whether a request was queued since the lane was idle, so that it may be `busy`.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Schedule:
         self.demand_bytes, self.background_bytes = demand_bytes, background_bytes
         self.queue_bytes, self.chunk_bytes = queue_bytes, chunk_bytes
         self.joined = self.refused = 0
-        self.barred = False
+        self.barred = self.used = False
         self._queues: tuple[dict[TransferRequest, None], ...] = tuple({} for _ in IOPriority)
         self._queued_bytes = [0 for _ in IOPriority]
         self._flying: dict[TransferRequest, IOPriority] = {}
@@ -323,6 +324,7 @@ class Schedule:
             leaders += [request] * (request not in leaders)
         self._queues[request.priority][request] = None
         self._queued_bytes[request.priority] += request.n_bytes
+        self.used = True
 
     def _unqueue(self, request: TransferRequest) -> None:
         del self._queues[request.priority][request]
@@ -585,7 +587,8 @@ class Lane:
     @property
     def busy(self) -> bool:
         """Return whether a request waits, is in flight, or is overdue."""
-        return bool(self._jobs) or bool(self.schedule)
+        self.schedule.used = bool(self._jobs) or bool(self.schedule)
+        return self.schedule.used
 
     def patience_s(self, n_bytes: int) -> float:
         """Return the longest time to wait for a load of `n_bytes`."""

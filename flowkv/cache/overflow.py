@@ -28,7 +28,7 @@ from flowkv.cache.sequence import READY, Guard, Sequence, Tables
 from flowkv.cache.store import PageStore
 from flowkv.compiled import compiling
 from flowkv.core.errors import ConfigError, StoreError
-from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, PageLayout, granule_of, page_layout
+from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES, GRANULE_MASK, PageLayout, page_layout
 from flowkv.core.memory import own_memory
 from flowkv.kernels.operands import GPUS, Pages, Ragged, sent
 from flowkv.tiers.base import Load, Outcome, TierAnswer
@@ -558,7 +558,7 @@ class Overflow:
         try:
             for at in places:
                 block, page = tile.name[at]
-                codec, first = page >> CODEC_SHIFT, granule_of(page) * GRANULE_BYTES
+                codec, first = page >> CODEC_SHIFT, (page & GRANULE_MASK) * GRANULE_BYTES
                 number = self.source(block, among)
                 if number >= 0 and block.codec_on(number) not in (codec, UNKNOWN):
                     number = self.source(block, [n for n in among if block.codec_on(n) == codec])

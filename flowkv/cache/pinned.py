@@ -26,7 +26,7 @@ from flowkv.core.digest import DIGEST_BYTES
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.kernels import dispatch
 from flowkv.kernels.operands import GPUS, sent
-from flowkv.tiers.slots import SlotPool
+from flowkv.tiers.host import SlotPool
 
 # Order of the copies between pinned memory and a device.
 #

@@ -28,7 +28,6 @@ from flowkv.core.geometry import (
     Geometry,
     LayerGroup,
     PageLayout,
-    granule_of,
     page_layout,
 )
 from flowkv.core.memory import own_memory, populate
@@ -303,7 +302,7 @@ class PagePool:
         The caller rewrites everything that names the old page.
         """
         self._refs[new] = self._refs.pop(old)
-        self._vacate(granule_of(old))
+        self._vacate(old & GRANULE_MASK)
 
     def _vacate(self, *granules: int) -> None:
         if self.copies is not None:
@@ -371,7 +370,7 @@ class PagePool:
             wanted: Size of the pages that need room; slabs of this size, with holes for them, stay.
             least_gain: Least number of granules emptied per granule copied.
         """
-        stay = {granule_of(page) for page in fixed}
+        stay = {page & GRANULE_MASK for page in fixed}
         drains = [
             drain
             for granules, partial in self._partial.items()
@@ -414,10 +413,10 @@ class PagePool:
         for granules, pages in by_size.items():
             self.copy(pages, [moves[page] for page in pages], granules)
         for new in moves.values():  # all targets first, so that no slab becomes empty meanwhile
-            self._occupy(granule_of(new))
+            self._occupy(new & GRANULE_MASK)
         for old, new in moves.items():
             self.replace(old, new)
-        self._avoid({granule_of(page) // self.slab_granules for page in moves})
+        self._avoid({(page & GRANULE_MASK) // self.slab_granules for page in moves})
 
     def _avoid(self, left: set[int]) -> None:
         """Order partly emptied slabs last for allocation, so that they can be emptied whole."""
@@ -450,7 +449,7 @@ class PagePool:
         """Return a view of a page's memory, uint8 `[n_bytes]`, as `granules` orders it."""
         if self.copies is not None:
             self.copies.join()
-        first = granule_of(page) * GRANULE_BYTES
+        first = (page & GRANULE_MASK) * GRANULE_BYTES
         return self.arena[first : first + n_bytes]
 
     def granules(self, pages: Sequence[int]) -> torch.Tensor:
@@ -460,7 +459,7 @@ class PagePool:
         """
         if self.copies is not None:
             self.copies.join()
-        granules = [granule_of(page) for page in pages]
+        granules = [page & GRANULE_MASK for page in pages]
         return sent(torch.tensor(granules, dtype=torch.int32, device="cpu"), self.device)
 
     @contextmanager
@@ -488,7 +487,7 @@ class PagePool:
         return slab
 
     def _size(self, page: int) -> int:
-        return self._slab(granule_of(page) // self.slab_granules).granules
+        return self._slab((page & GRANULE_MASK) // self.slab_granules).granules
 
 
 def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:

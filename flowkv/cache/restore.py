@@ -29,14 +29,14 @@ import torch
 
 from flowkv.cache.block_table import Planner
 from flowkv.cache.index import Block
-from flowkv.cache.later import Later
 from flowkv.cache.load import LayerSlice, LoadBatch, PageLoad, PageLoader, reserve, ways
 from flowkv.cache.mover import files, rest
+from flowkv.cache.seal import SharedTokens
 from flowkv.cache.sequence import Sequence
-from flowkv.cache.tail import SharedTokens
 from flowkv.compiled import compiling
 from flowkv.core.errors import FlowKVError, StateError
 from flowkv.core.geometry import CODECS, INDEXERS
+from flowkv.kernels.operands import Later
 from flowkv.kvt.tier import CodecTier
 from flowkv.observe.events import Bus, Hit, Miss, Promoted, Restored, RestoreEnded, RestoreSpan
 from flowkv.policy.restore import (

@@ -26,9 +26,17 @@ from flowkv.core import interrupts
 from flowkv.core.errors import CapacityError, ConfigError
 from flowkv.core.keys import ROOT, KeyChain, Salt, as_tokens
 from flowkv.kernels.operands import GPUS, sent
-from flowkv.policy.base import CUT_OFF, NEVER_NS, TOOL_USE, TURN_END, UNKNOWN_STOP, Lease
+from flowkv.policy.base import (
+    CUT_OFF,
+    NEVER_NS,
+    TOOL_USE,
+    TURN_END,
+    UNKNOWN_STOP,
+    Lease,
+    Retain,
+    lease_of,
+)
 from flowkv.policy.pages import Importance
-from flowkv.policy.retention import Retain, lease_of
 
 # Options of a request: its conversation, and the retention of its pages.
 
@@ -527,29 +535,30 @@ class Guard(_thread.RLock):  # type: ignore[misc]
     guarded state is consistent.
 
     Attributes:
+        deferred: The queue; empty most of the time, and then there is nothing to run.
         inherited: This process was forked since.
         torn: This process was forked in the middle of a change: the guarded state is inconsistent.
     """
 
     def __init__(self) -> None:
-        self._deferred: deque[Callable[[], None]] = deque()
+        self.deferred: deque[Callable[[], None]] = deque()
         self.inherited = self.torn = self._held = False
         interrupts.watch(self)
         _guards.add(weakref.ref(self, _guards.discard))
 
     def defer(self, work: Callable[[], None]) -> None:
         """Run `work` now if the lock is free, else in a later `run_deferred`."""
-        self._deferred.append(work)
+        self.deferred.append(work)
         self.run_deferred()
 
     @interrupts.unbroken
     def run_deferred(self) -> None:
         """Run deferred work, unless a thread is in the middle of a change."""
-        if not self._deferred or self._is_owned() or not self.acquire(blocking=False):  # type: ignore[attr-defined]
+        if not self.deferred or self._is_owned() or not self.acquire(blocking=False):  # type: ignore[attr-defined]
             return
         try:
-            while self._deferred:
-                self._deferred.popleft()()
+            while self.deferred:
+                self.deferred.popleft()()
         finally:
             self.release()
 
@@ -579,7 +588,7 @@ class Guard(_thread.RLock):  # type: ignore[misc]
 
         Deferred work is dropped: it belongs to the parent.
         """
-        self._deferred.clear()
+        self.deferred.clear()
         self.inherited = True
         if self._held:
             self._let_go()

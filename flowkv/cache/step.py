@@ -18,16 +18,15 @@ from numpy.typing import NDArray
 
 from flowkv import kernels
 from flowkv.cache.block_table import FILLS, Advance, Planner
-from flowkv.cache.later import DeviceTimer
 from flowkv.cache.overflow import Scan
 from flowkv.cache.sequence import Sequence, extend_each
 from flowkv.compiled import compiling
 from flowkv.core import interrupts
 from flowkv.core.errors import ConfigError, GeometryError, NonFiniteError, StateError, TokenError
 from flowkv.core.geometry import CODEC_SHIFT, LayerGroup
+from flowkv.kernels import dispatch
 from flowkv.kernels.cascade import Cascade, shared_prefixes
-from flowkv.kernels.dispatch import is_checking
-from flowkv.kernels.operands import GPUS, Pages, Ragged, sent
+from flowkv.kernels.operands import GPUS, DeviceTimer, Pages, Ragged, sent
 from flowkv.policy.pages import Importance
 
 # A step split into rows of one new token each, which attend as if they were decoded.
@@ -398,7 +397,7 @@ class Step:
         step, kept = self.advance, last._decodes
         same = step.rows is last.advance.rows and self._tables is last._tables
         fits = same and self._single and step.most_length <= last._most
-        if fits and None not in kept.values() and not is_checking():
+        if fits and None not in kept.values() and not dispatch.checks:
             self._decodes, self._most = kept, last._most
 
     def repeats(self, most_new: int = 1) -> bool:

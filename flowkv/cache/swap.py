@@ -25,7 +25,7 @@ from flowkv.core.files import MALFORMED
 from flowkv.core.geometry import CODEC_SHIFT, GRANULE_BYTES
 from flowkv.core.keys import within
 from flowkv.observe.events import Hit
-from flowkv.policy.states import SavedState, StatePlacement
+from flowkv.policy.pages import SavedState, StatePlacement
 
 # Device memory of sequences, counted in pages: free, held, and what closing a sequence frees.
 
@@ -375,9 +375,11 @@ class Snapshots:
         stored: Whether a tier stored the last state; otherwise no prompt stops for one.
     """
 
+    placement = StatePlacement()
+
     def __init__(self, restorer: PrefixMatcher) -> None:
         self.restorer, self.store, self.planner = restorer, restorer.store, restorer.planner
-        self.placement, self.stored = StatePlacement(), True
+        self.stored = True
 
     # ---- keeping
 

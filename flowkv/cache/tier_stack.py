@@ -1,20 +1,31 @@
-"""The stack of tiers below a cache: placement of blocks on tiers, and their moves between tiers.
+"""The stack of tiers below a cache: admission of blocks, listed frames, and moves between tiers.
 
 A tier's own policy chooses its victims. A frame that a tier loses, damages or refuses counts as a
 miss, and nothing worse.
+
+Writes to weights that PyTorch does not count are found by reading the weights again. A page is
+proven once such a reading, begun after the page became known, has found all weights unchanged.
+Unproven pages are known in the process, but kept out of all persistent and shared places.
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from itertools import compress, islice
 from typing import NamedTuple
 
-from flowkv.cache.admission import Admission, Provisional
-from flowkv.cache.context import PolicyContext, chains
-from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, UNKNOWN, Block, enter_tier
-from flowkv.cache.listing import Listing
+from flowkv.cache.index import (
+    BUNDLE_LAYOUT,
+    LAYOUT,
+    UNKNOWN,
+    Block,
+    PolicyContext,
+    PrefixIndex,
+    chains,
+    enter_tier,
+)
 from flowkv.cache.mover import CopyMark, Mover
 from flowkv.cache.pool import Forms
 from flowkv.core.config import Config
@@ -22,11 +33,305 @@ from flowkv.core.errors import ConfigError, StoreError
 from flowkv.core.geometry import COLD
 from flowkv.kvt.tier import CodecTier
 from flowkv.observe.events import Bus, Demoted, Evicted, Failed, Quarantined, Stored
-from flowkv.policy.base import Policy
-from flowkv.residency.keyed import PolicyPlace
-from flowkv.tiers.base import FrameInfo, Load, Outcome, Store, Tier, TierAnswer, bases_in, listed
+from flowkv.policy.base import DEFAULT_RANK, Lease, Policy
+from flowkv.policy.order.leaf import as_slots
+from flowkv.residency.places import PolicyPlace
+from flowkv.tiers.base import (
+    Entry,
+    FrameInfo,
+    Load,
+    Outcome,
+    Store,
+    Tier,
+    TierAnswer,
+    bases_in,
+    evictable,
+    listed,
+)
 from flowkv.tiers.erasure_log import ErasureLogs
 from flowkv.tiers.host import HostTier
+
+_SHORT = ("", "one_shot", "ephemeral")
+
+
+def _stays(block: Block) -> bool:
+    """Return whether a request asked for a page to be kept: by a pin, a lease or `Retain`."""
+    lease = block.lease
+    asked = lease.rank >= DEFAULT_RANK if isinstance(lease, Lease) else lease not in _SHORT
+    return block.pinned or asked
+
+
+class Provisional(dict[Block, bool]):
+    """Unproven blocks, kept out of persistent and shared tiers. Callers hold the KV lock.
+
+    The value of each is whether a reading of all weights has begun since it became known.
+
+    Attributes:
+        active: Whether blocks that become known from now on have to be proven.
+        tails: Header and body of each unproven tail, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active, self.tails = False, dict[Block, tuple[FrameInfo, memoryview]]()
+
+    def add(self, block: Block) -> None:
+        """Add a block that became known, if blocks have to be proven now."""
+        if self.active:
+            self[block] = False
+
+    def discard(self, block: Block) -> None:
+        """Remove a block that was forgotten."""
+        self.pop(block, None)
+        self.tails.pop(block, None)
+
+    def begin(self) -> None:
+        """Begin a reading of all weights, which can prove all blocks known by now."""
+        self.update(dict.fromkeys(self, True))
+
+    def confirm(self) -> dict[Block, tuple[FrameInfo, memoryview] | None]:
+        """End a reading that found no change; return the blocks proven by it, and tails' bodies."""
+        proven = [block for block, read in self.items() if read]
+        for block in proven:
+            del self[block]
+        return {block: self.tails.pop(block, None) for block in proven}
+
+
+class Admission:
+    """Choice of the tiers that store a block. Callers hold the KV lock.
+
+    Args:
+        context: The known blocks, with time and rates.
+        tiers: The tiers, nearest first.
+        places: The tiers as policies see them.
+        mover: Transfers to the tiers.
+        forms: The page forms of each layer group.
+        provisional: Blocks that must not leave the process yet.
+        write_back: Whether full pages are written to the persistent tier at once.
+        sends: Returns whether other processes read the pages, at rates that are unknown here.
+
+    Attributes:
+        states_only: Numbers of the tiers that are closed to pages.
+    """
+
+    def __init__(
+        self, context: PolicyContext, tiers: Sequence[Tier], places: Sequence[PolicyPlace],
+        mover: Mover, forms: Sequence[Forms], provisional: Provisional, *, write_back: bool,
+        sends: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._context, self._tiers, self._places, self._mover = context, tiers, places, mover
+        self._provisional, self.write_back, self._sends = provisional, write_back, sends
+        self._groups, whole = len(forms), [one for one in forms if one.whole] or forms
+        self._prompt_bytes = sum(one.likely_bytes for one in whole)  # per page of a long prompt
+        self.states_only = set[int]()
+
+    def outlives(self, number: int) -> bool:
+        """Return whether a tier is persistent, or shared with other processes."""
+        return self._tiers[number].kind != "host" or self._tiers[number].shared
+
+    def worth_storing(self, blocks: Sequence[Block], number: int) -> list[Block]:
+        """Return the pages that can ever be worth loading from a tier; count each other once."""
+        terms = self._tiers[number].name, self._prompt_bytes, self._context.page_size
+        groups, gate, poor = 0 if self._sends() else self._groups, self._context.gate, set[Block]()
+        for block in [b for b in blocks if b.kind == "page" and b.group < groups]:
+            reach = lru_cache(partial(self._context.index.reach, block))
+            if not gate.pays_to_store(*terms, reach):
+                poor.add(block)
+            elif not reach.cache_info().misses:  # it pays in any prompt: so do all others
+                break
+        new = [block for block in poor if not block.unpaid >> number & 1]
+        self._mover.lanes[number].unpaid += len(new)
+        for block in new:
+            block.unpaid |= 1 << number
+        return [block for block in blocks if block not in poor]
+
+    @property
+    def writes_all(self) -> bool:
+        """Return whether every page is written at once: without write admission, or to memory."""
+        if self._context.writes is None or self._sends():
+            return True
+        number = self.lasting()
+        return number < 0 or self._tiers[number].kind == "host"
+
+    def at_once(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Return the blocks that are written as soon as they are final."""
+        return blocks if self.writes_all else [b for b in blocks if b.kind != "page" or _stays(b)]
+
+    def chosen(self, blocks: Iterable[Block]) -> list[Block]:
+        """Return the pages that write admission would let leave memory now."""
+        some, rule = [*blocks], self._context.writes
+        if rule is None:
+            return some
+        rule.choose(as_slots([block.slot for block in some if _stays(block)]))
+        return [*compress(some, rule.admits(as_slots([block.slot for block in some])))]
+
+    def decline(self, blocks: Iterable[Block], number: int) -> set[Block]:
+        """Return the pages that leave memory for no lasting tier, by write admission; count them.
+
+        Args:
+            blocks: Blocks that leave memory and that the tier may store.
+            number: The tier.
+        """
+        rule = self._context.writes
+        if rule is None or self.writes_all or self._tiers[number].kind == "host":
+            return set()
+        pages = [block for block in blocks if block.kind == "page"]
+        self.chosen(pages)
+        found = {*compress(pages, ~rule.depart(as_slots([block.slot for block in pages])))}
+        self._mover.lanes[number].declined += len(found)
+        return found
+
+    def storable(self, blocks: Iterable[Block], number: int) -> list[Block]:
+        """Return the blocks that a tier is open to, if it is writable, be it resting or not."""
+        barred = self._provisional if self.outlives(number) else ()
+        pages = number not in self.states_only
+        some = blocks if self._tiers[number].writable else ()
+        return [one for one in some if one not in barred and (pages or one.kind != "page")]
+
+    def admitted(self, blocks: Iterable[Block], number: int) -> list[Block]:
+        """Return the blocks that a tier may store, and that its policy admits."""
+        some, policy = self.storable(blocks, number), self._places[number].policy
+        slots = as_slots([block.slot for block in some])
+        return [*compress(some, policy.admit(self._context.now_ns(), slots) if some else ())]
+
+    def writes_to(self) -> int:
+        """Return the number of the tier that full pages are written to at once, else -1."""
+        return self.lasting() if self.write_back or self._sends() else -1
+
+    def near(self) -> int:
+        """Return the number of the nearest writable tier if it ends with the process, else -1."""
+        some = [n for n, t in enumerate(self._tiers) if t.writable and n not in self.states_only]
+        return some[0] if some and not self.outlives(some[0]) else -1
+
+    def lasting(self) -> int:
+        """Return the number of the first writable tier that outlives the process, else -1."""
+        numbers = [n for n, tier in enumerate(self._tiers) if tier.writable and self.outlives(n)]
+        return min(numbers, key=lambda number: self._tiers[number].kind == "host", default=-1)
+
+
+_ADOPTED, _LOOKED_AT = 64, 1 << 12  # other caches' frames per call: most adopted, most examined
+
+
+class Listing:
+    """Publisher of the frames that tiers list. Callers hold the KV lock.
+
+    Args:
+        tiers: The tiers, nearest first; others may be added.
+        index: The known blocks.
+        insert: Inserts blocks that became resident on a tier into its policy.
+
+    Attributes:
+        quarantined: Tier numbers and keys of frames with wrong content, which are not published.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        index: PrefixIndex,
+        insert: Callable[[Sequence[Block], int], None],
+    ) -> None:
+        self._tiers, self._index, self._insert = tiers, index, insert
+        self._strangers: dict[int, list[Block]] = {}
+        self.quarantined: set[tuple[int, bytes]] = set()
+
+    def publish_frames(self, number: int, entries: Iterable[Entry]) -> None:
+        """Publish blocks for frames that a tier holds, given the oldest first."""
+        trees, fresh = dict[bytes, list[Block]](), list[list[Block]]()
+        in_use = self._in_use(number)
+        for entry in entries:
+            info = entry.info
+            block = self._index.get_or_create(entry.key, info.parent, info.group, info.kind)
+            # Copies may differ in fidelity; the best of them counts.
+            block.fidelity = min(info.fidelity, block.fidelity if block.tiers else info.fidelity)
+            enter_tier([block], number, info.codec)
+            block.placed &= info.tokens > 0
+            if info.kind != "page":
+                block.n_bytes, block.tail = entry.n_bytes, info.tokens
+            block.tenant, block.namespace = info.tenant, info.namespace
+            if not in_use(info.namespace):
+                self._strangers.setdefault(number, []).append(block)
+            if (tree := trees.get(info.parent)) is None:
+                fresh.append(tree := [])
+            trees[entry.key] = tree
+            tree.append(block)
+        # A policy evicts the last block of a call first, as a leaf: so the oldest tree comes last.
+        blocks = [block for tree in reversed(fresh) for block in tree]
+        self._insert(blocks, number)
+
+    def _in_use(self, number: int) -> Callable[[bytes], bool]:
+        """Return a cached predicate: whether a tier records a namespace as in use."""
+        known: Callable[[bytes], bool] = getattr(self._tiers[number], "in_use", lambda _: True)
+        return lru_cache(known)
+
+    def stranger(self, number: int) -> Block | None:
+        """Return a block of a tier in a namespace that is out of use; None if there is none.
+
+        Frames of another version, which named pages differently, are such blocks: they are evicted
+        before all others.
+        """
+        left, in_use = self._strangers.get(number, []), self._in_use(number)
+        while left:
+            block = left.pop()
+            free = not (block.gone or block.kept or block.going)
+            if free and block.tiers >> number & 1 and not in_use(block.namespace):
+                return block
+        return None
+
+    def list_unknown(self, number: int, meant: Callable[[FrameInfo], bool]) -> None:
+        """Publish the listed frames of a tier that `meant` selects and that are unknown there."""
+        self._add(number, (entry for entry in self._tiers[number].scan() if meant(entry.info)))
+
+    def _add(self, number: int, entries: Iterable[Entry], most: int | None = None) -> int:
+        """Publish the first unknown of a tier's frames; return their number."""
+        fresh = [*islice((one for one in entries if not self._knows(one.key, number)), most)]
+        self.publish_frames(number, fresh)
+        return len(fresh)
+
+    def _knows(self, key: bytes, number: int) -> bool:
+        known = self._index.find(key)
+        return known is not None and bool((known.tiers | known.going) >> number & 1)
+
+    def adopt(self, number: int) -> int:
+        """Publish the oldest unknown frames of a shared tier; return their number.
+
+        Used where room is needed and no known block may go: the policy then orders the frames of
+        other caches, too.
+        """
+        tier = self._tiers[number]
+        found = islice(evictable(tier), _LOOKED_AT)
+        return self._add(number, found, _ADOPTED) if tier.shared else 0
+
+    @property
+    def watches(self) -> bool:
+        """Return whether any of the tiers is shared with other writers."""
+        return any(tier.shared for tier in self._tiers)
+
+    def discover(
+        self, keys: Sequence[bytes], above: bytes, realm: tuple[bytes, bytes], like: tuple[int, str]
+    ) -> None:
+        """Look up pages on the shared tiers, and publish those that are unknown here.
+
+        Args:
+            keys: Keys of consecutive pages.
+            above: Key above the first one.
+            realm: Their tenant salt and namespace digest.
+            like: Their layer group and kind.
+        """
+        for number, tier in enumerate(self._tiers):
+            if not tier.shared:
+                continue
+            parent, fresh = above, []
+            for key, there in zip(keys, tier.contains(keys), strict=True):
+                known = self._index.find(key)
+                there = there and (number, key) not in self.quarantined
+                if there and (known is None or not known.tiers >> number & 1):
+                    block = self._index.get_or_create(key, parent, *like)
+                    block.tenant, block.namespace = realm
+                    enter_tier([block], number, UNKNOWN)
+                    fresh.append(block)
+                parent = key
+            self._insert(fresh, number)
+
 
 Plain = tuple[Block, FrameInfo, memoryview]
 Frame = Plain | tuple[Block, FrameInfo, memoryview, memoryview | None]

@@ -29,13 +29,13 @@ def _serve(given: argparse.Namespace, screen: Screen) -> tuple[int, Any]:
     config = {name: vars(given)[name] for name in ("gpu", "disk") if vars(given)[name]}
     load_config(**config)
     try:
-        from flowkv.hooks.huggingface import serve, smollm2
+        from flowkv.hooks.huggingface import load, serve
     except FlowKVError:
         raise
     except ImportError as error:
         remedy = "pip install 'flowkv[serve]', with transformers from 5.17 to 5.24"
         raise ConfigError(f"`transformers serve` cannot be used ({error})", remedy) from error
-    model = str(smollm2.smollm2_path()) if given.model == smollm2.NAME else given.model
+    model = str(load.smollm2_path()) if given.model == load.NAME else given.model
     import torch
 
     with contextlib.ExitStack() as stack:

@@ -11,7 +11,7 @@ import msgspec
 from flowkv.cli.arguments import AddVerb
 from flowkv.core.config import format_size, load_config
 from flowkv.report.screen import Screen
-from flowkv.tiers.envelope import Keyring
+from flowkv.tiers.frame import Keyring
 
 if TYPE_CHECKING:
     from flowkv.tiers.disk.inspect import FrameShare, Inspection, ScrubReport

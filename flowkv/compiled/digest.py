@@ -9,9 +9,16 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from flowkv.compiled.addresses import LINE_BYTES, ahead, data, pointer, prefetch, stream
-from flowkv.compiled.machine_code import kept
-from flowkv.compiled.parts import PART
+from flowkv.compiled.machine_code import (
+    LINE_BYTES,
+    PART,
+    ahead,
+    data,
+    kept,
+    pointer,
+    prefetch,
+    stream,
+)
 from flowkv.core import digest
 from flowkv.core.digest import KEYS, STEP, WORDS
 from flowkv.core.geometry import GRANULE_BYTES
@@ -134,4 +141,4 @@ def compile_digest() -> None:
     """Compile `core.digest`, or load it from the cache, ahead of its first use."""
     found = ctypes.create_string_buffer(16)
     digest_all(ctypes.addressof(found), 0, 1, ctypes.addressof(found))
-    digest.use(digest_all)
+    digest.compiled = digest_all

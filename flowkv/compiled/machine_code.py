@@ -1,10 +1,18 @@
-"""Cache of machine code for later processes: a directory that only its user can write to.
+"""What numba lacks: a safe cache of machine code, parts of compiled code, and intrinsics.
+
+The cache is for later processes, in a directory that only its user can write to.
 
 By itself numba caches beside the sources, which may belong to other users or be on a read-only file
 system, and then refuses to compile at all; it also unpickles any file found there. Here the
 directory may be absent, read-only, full or damaged: code that cannot be read is compiled, and code
 that cannot be written is compiled again by the next process. `NUMBA_CACHE_DIR` names another
 directory.
+
+A part is a function that only compiled ones call: it is compiled in those, not on its own.
+By itself numba optimises every function together with all that it calls, and makes machine code for
+each, although most of it never runs: a function called five deep is worked on six times. A part
+stays in the form of the frontend until a function that Python calls is optimised, with all of its
+parts at once.
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -24,9 +33,79 @@ from urllib.parse import quote, unquote
 import numba
 import numpy as np
 import xxhash
-from numba.core import caching, ccallback, sigutils
+from llvmlite import ir
+from numba import types
+from numba.core import caching, ccallback, cgutils, sigutils
+from numba.extending import intrinsic
 
 from flowkv.core.config import cache_home
+
+TRIED = (0, 68)
+"""The latest release of numba with internals that are known to fit this module."""
+
+
+def _pipeline() -> type[Any]:
+    """Return numba's own pipeline except its last step, which leaves code for others to link."""
+    from numba.core.codegen import JITCodeLibrary
+    from numba.core.compiler import Compiler
+    from numba.core.compiler_machinery import register_pass
+    from numba.core.typed_passes import NativeLowering
+
+    class PartLibrary(JITCodeLibrary):
+        """Code of a part and of the functions it calls, for libraries that link it."""
+
+        def _optimize_final_module(self) -> None:
+            """Do nothing: the library that links this one does it."""
+
+        def _finalize_final_module(self) -> None:
+            self._finalize_dynamic_globals()
+            self._finalized = True
+
+    @register_pass(mutates_CFG=True, analysis_only=False)
+    class PartLowering(NativeLowering):
+        """Lowering of a function for compiled callers only."""
+
+        _name = "part_lowering"
+
+        def run_pass(self, state: Any) -> bool:
+            """Lower the function and fill `state.cr`."""
+            state.library = PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+            state.flags.no_compile = True
+            super().run_pass(state)
+            made = state["cr"]
+            key = [made].pop  # of a type that numba takes, equal to no other, and never called
+            state.targetctx.insert_user_function(key, made.fndesc, [state.library])
+            state["cr"] = made._replace(cfunc=key)
+            return True
+
+    class PartCompiler(Compiler):
+        """Compiler of parts."""
+
+        def define_pipelines(self) -> list[Any]:
+            """Return the passes, in order."""
+            made: list[Any] = super().define_pipelines()
+            for manager in made:
+                passes = manager.passes
+                manager.passes = [
+                    (PartLowering, why) if step is NativeLowering else (step, why)
+                    for step, why in passes
+                ]
+                manager.finalize()
+            return made
+
+    return PartCompiler
+
+
+PART: dict[str, Any] = {
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+"""Options of `numba.njit` for parts."""
+# later releases are unknown: there parts compile like other functions
+if numba.version_info.short <= TRIED:
+    PART["pipeline_class"] = _pipeline()
+
 
 _NAMES = ("UserProvidedCacheLocator", "UserWideCacheLocator")
 _Provided, _UserWide = (
@@ -224,3 +303,81 @@ def kept_callback(
         return callback
 
     return decorate
+
+
+LINE_BYTES = 64
+"""Bytes of a cache line, or near enough."""
+
+_I32, _BYTES = ir.IntType(32), ir.IntType(8).as_pointer()
+_LINE = ir.VectorType(ir.IntType(64), LINE_BYTES // 8).as_pointer()
+
+
+def instruction(result=types.none):
+    """Make an intrinsic of a function that emits it, of a builder and the values of its arguments.
+
+    `result` is the type of what it returns.
+    """
+
+    def of(emit):
+        @intrinsic
+        @wraps(emit)
+        def typed(context, *kinds):
+            def codegen(context, builder, signature, args):
+                value = emit(builder, *args)
+                return context.get_dummy_value() if value is None else value
+
+            return result(*kinds), codegen
+
+        return typed
+
+    return of
+
+
+@intrinsic
+def pointer(context, address, like):
+    """Return the address as a pointer to elements of the type of `like`."""
+    signature = types.CPointer(like)(address, like)
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return signature, codegen
+
+
+@intrinsic
+def data(context, array):
+    """Return a pointer to the elements of a contiguous array, which must outlive its use."""
+
+    def codegen(context, builder, signature, args):
+        return context.make_array(signature.args[0])(context, builder, args[0]).data
+
+    return types.CPointer(array.dtype)(array), codegen
+
+
+@intrinsic
+def ahead(context, p, i):
+    """Return the pointer p + i, in elements."""
+    return p(p, i), lambda context, builder, signature, args: builder.gep(args[0], [args[1]])
+
+
+@instruction()
+def prefetch(builder, p, i):
+    """Ask for the cache line of p[i]; never faults."""
+    line = builder.bitcast(builder.gep(p, [i]), _BYTES)
+    kind = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
+    fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(fn, [line, _I32(0), _I32(2), _I32(1)])  # read, into L2, data
+
+
+@instruction()
+def stream(builder, target, source):
+    """Copy a line past the caches; the target is aligned to lines, and needs a `fence`."""
+    to, of = (builder.inttoptr(x, _LINE) for x in (target, source))
+    stored = builder.store(builder.load(of, align=1), to, align=LINE_BYTES)
+    stored.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+
+
+@instruction()
+def fence(builder):
+    """Order all earlier writes before all later ones, for other threads."""
+    builder.fence("seq_cst")

@@ -1,37 +1,270 @@
 """KV events: blocks that a cache has stored and removed, as engines publish them over ZeroMQ.
 
-Messages are those of `flowkv.connect.wire`. A publisher may replay missed messages: a socket that
-is sent a number answers with all messages from that number on that it still has, and ends with -1.
+A message has three parts: a topic, a number that counts up (u64, big-endian), and msgpack of a
+batch, `[time, [event, ...], rank]`. Events are maps with a "type" (vLLM 0.32,
+`vllm/distributed/kv_events.py`) or arrays that begin with it (earlier vLLM, SGLang, Dynamo); both
+are read, maps are written.
+
+A publisher may replay missed messages: a socket that is sent a number answers with all messages
+from that number on that it still has, and ends with -1. A `Recorder` makes recordings for the
+simulator of them.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
+import os
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from flowkv.connect.event_trace import ANSWERING_S, CHUNK_S, Recorder
-from flowkv.connect.wire import (
-    DEVICE,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    Hash,
-    KVEvent,
-    decode,
-    encode,
-)
+import msgspec
+from msgspec import Meta
+
 from flowkv.core.errors import ConfigError, MissingDependencyError
+from flowkv.core.files import MALFORMED
 from flowkv.core.keys import ROOT, tenant_salt
 from flowkv.observe.events import Closing
+from flowkv.observe.recording import MOST_BLOCK_TOKENS, Writer
 
 if TYPE_CHECKING:
     from flowkv.cache.index import Block
     from flowkv.cache.kv import KV
+
+ANSWERING_S, CHUNK_S = 30.0, 2.0
+MOST_KNOWN = 1 << 20
+MOST_TOKENS = (1 << 31) - 1
+"""Most tokens of a prompt or an answer in a recording."""
+
+
+class _Request:
+    """Request that may not be over."""
+
+    __slots__ = ("answered", "began_s", "chain", "last_s", "session")
+
+    def __init__(self, began_s: float, chain: list[bytes], session: str) -> None:
+        self.began_s = self.last_s = began_s
+        self.chain, self.session, self.answered = chain, session, 0
+
+
+class Recorder(Closing):
+    """Writer of a recording of an engine's requests, from the events of its device blocks.
+
+    Events name no requests, so these are inferred from chains of blocks: a request is its new
+    blocks and all those above them. More blocks right below its last, within `CHUNK_S`, are the
+    next chunk of its prompt; a single one, within `ANSWERING_S`, is a block of its answer. Requests
+    without any new block, and tokens that fill no block, are not visible.
+
+    Args:
+        path: A new file; an old one is replaced. `flowkv.sim.read_trace` reads it.
+
+    Attributes:
+        requests: Requests written so far.
+
+    Raises:
+        OSError: The file cannot be written; any call may.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self.requests = Path(path), 0
+        self._writer: Writer | None = None
+        self._above: dict[bytes, bytes | None] = {}
+        self._open: dict[bytes, _Request] = {}  # by their last block; the longest idle one first
+        self._now_s = 0.0
+        self.path.touch()
+
+    def feed(self, batches: Iterable[EventBatch]) -> None:
+        """Apply the next events, and write requests that are over."""
+        for batch in batches:
+            self._now_s = max(self._now_s, batch.ts)
+            for event in batch.events:
+                if not isinstance(event, BlockStored) or event.group_idx or not event.block_hashes:
+                    continue
+                if event.medium in (None, DEVICE):
+                    self._stored(event)
+            while (last := next(iter(self._open), None)) is not None:
+                if self._now_s - self._open[last].last_s <= ANSWERING_S:
+                    break
+                self._write(self._open.pop(last))
+
+    def close(self) -> None:
+        """Write the remaining requests and close the file; a second call does nothing."""
+        while self._open:
+            self._write(self._open.pop(next(iter(self._open))))
+        if self._writer is not None:
+            self._writer.close()
+
+    def _stored(self, event: BlockStored) -> None:
+        if self._writer is None:
+            self._writer = Writer(self.path, block_tokens=event.block_size)
+        if event.block_size != self._writer.block_tokens:
+            return
+        parent = None if event.parent_block_hash is None else _name(event.parent_block_hash)
+        names, above = [*map(_name, event.block_hashes)], parent
+        for name in names:
+            self._above.pop(name, None)  # reinserted, so that the oldest block goes first
+            self._above[name], above = above, name
+        while len(self._above) > MOST_KNOWN:
+            del self._above[next(iter(self._above))]
+        one, single = self._open.get(parent or b""), len(names) == 1
+        limit_s = ANSWERING_S if single else 0.0 if one and one.answered else CHUNK_S
+        if one is None or self._now_s - one.last_s > limit_s:
+            one = _Request(self._now_s, self._chain(parent), event.session_id or "")
+        else:
+            del self._open[one.chain[-1]]
+            one.answered += single
+        one.chain += names
+        one.last_s = self._now_s
+        if (other := self._open.pop(names[-1], None)) is not None:
+            self._write(other)
+        self._open[names[-1]] = one
+
+    def _chain(self, name: bytes | None) -> list[bytes]:
+        found: dict[bytes, None] = {}
+        while name is not None and name not in found:
+            found[name] = None
+            name = self._above.get(name)
+        return [*reversed(found)]
+
+    def _write(self, request: _Request) -> None:
+        assert self._writer is not None
+        size, prompt = self._writer.block_tokens, len(request.chain) - request.answered
+        self._writer.request(
+            round(request.began_s * 1e9),
+            b"".join(request.chain),
+            input_tokens=min(prompt * size, MOST_TOKENS),
+            output_tokens=min(request.answered * size, MOST_TOKENS),
+            session=request.session.encode(),
+        )
+        self.requests += 1
+
+
+def _name(block: Hash) -> bytes:
+    """Return 16 bytes for a block's hash."""
+    raw = (block & (1 << 64) - 1).to_bytes(8, "little") if isinstance(block, int) else block
+    return hashlib.blake2b(raw, digest_size=16).digest()
+
+
+Hash: TypeAlias = bytes | int
+"""An engine's name of a block and all above it; a publisher uses one of the two types."""
+
+TokenId: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+DEVICE = "GPU"
+"""The medium of blocks that attention reads, whatever the device is."""
+
+
+class BlockStored(msgspec.Struct, tag=True, gc=False):
+    """Blocks of one chain, root to leaf, were stored.
+
+    Attributes:
+        block_hashes: Their names.
+        parent_block_hash: The block above the first; None if that is a root.
+        token_ids: Tokens of all blocks.
+        block_size: Tokens of each block.
+        lora_id: No longer used.
+        medium: Medium of the blocks: `DEVICE`, "CPU", "STORAGE"; None if unknown.
+        lora_name: Adapter.
+        extra_keys: Further identity of each block beside its tokens: adapter, images, salt.
+        group_idx: Layer group.
+        kv_cache_spec_kind: Kind of attention of the group.
+        kv_cache_spec_sliding_window: Its window in tokens.
+        session_id: Conversation that the blocks were stored for.
+    """
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[TokenId]
+    block_size: Annotated[int, Meta(ge=1, lt=MOST_BLOCK_TOKENS)]
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, gc=False):
+    """Blocks were removed; see `BlockStored`."""
+
+    block_hashes: list[Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """All blocks were removed."""
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+_KINDS: dict[str, type[KVEvent]] = {
+    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """Events of one moment, in their order.
+
+    Attributes:
+        ts: Seconds since 1970.
+        events: `KVEvent`s.
+        rank: Number of the engine's data-parallel replica.
+    """
+
+    ts: float
+    events: list[Any]
+    rank: int | None = None
+
+
+MOST_S = 2.0**32
+"""Upper bound of times (year 2106), so that nanoseconds fit into a recording."""
+
+
+def encode(batch: EventBatch) -> bytes:
+    """Return a batch as the third part of a message."""
+    return msgspec.msgpack.encode(batch)
+
+
+def decode(payload: bytes) -> EventBatch:
+    """Return the batch in a message; events of unknown kinds are left out.
+
+    Raises:
+        ConfigError: The payload is no batch of events.
+    """
+    try:
+        batch = msgspec.msgpack.decode(payload, type=EventBatch)
+        batch.events = [event for raw in batch.events if (event := _event(raw)) is not None]
+        if not 0 <= batch.ts < MOST_S:  # refuses NaN, too
+            raise ValueError(f"its time is {batch.ts}")
+    except (*MALFORMED, TypeError) as error:
+        raise ConfigError(
+            f"these are no KV events ({error})",
+            "Subscribe to what vLLM, SGLang, Dynamo or FlowKV publish",
+        ) from None
+    return batch
+
+
+def _event(raw: Any) -> KVEvent | None:
+    if isinstance(raw, dict):
+        kind, said = _KINDS.get(raw.pop("type", "")), raw
+    else:
+        name, *values = raw
+        kind = _KINDS.get(name)
+        said = dict(zip(kind.__struct_fields__ if kind else (), values, strict=False))
+    event = None if kind is None else msgspec.convert(said, kind)
+    if isinstance(event, BlockStored):
+        keys = [key for keys in event.extra_keys or () for key in keys or ()]
+        parts = [part for key in keys for part in (key if isinstance(key, list) else [key])]
+        if any(isinstance(part, list | dict) for part in parts):
+            raise ValueError("keys within keys within keys")
+    return event
+
 
 __all__ = [
     "ANSWERING_S", "CHUNK_S", "DEVICE", "AllBlocksCleared", "BlockRemoved", "BlockStored",

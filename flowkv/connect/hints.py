@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from flowkv.core.errors import ConfigError
-from flowkv.policy.base import DEFAULT_RANK
-from flowkv.policy.retention import EPHEMERAL, EPHEMERAL_S, Retain
+from flowkv.policy.base import DEFAULT_RANK, EPHEMERAL, EPHEMERAL_S, Retain
 
 _MOST = 128  # spans of a request
 _LONGEST = 300  # characters of a problem

@@ -19,10 +19,9 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
 from flowkv.connect.hints import Retention, hint_of
 from flowkv.observe.recording import Writer
-from flowkv.policy.base import Lease
-from flowkv.policy.retention import lease_of
+from flowkv.policy.base import Lease, lease_of
 from flowkv.policy.warming import warming
-from flowkv.residency.keyed import KeyedPolicy
+from flowkv.residency.places import KeyedPolicy
 
 _log = logging.getLogger("flowkv")
 _bad_hints = count()

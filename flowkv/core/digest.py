@@ -70,18 +70,9 @@ def random_words(count: int, seed: int = 0) -> NDArray[np.uint64]:
 KEYS = random_words(2 * WORDS).reshape(2, WORDS)
 """Addends of the words of a granule, for each of the two sums."""
 
-_compiled: Callable[[int, int, int, int], None] | None = None
-
-
-def use(compiled: Callable[[int, int, int, int], None]) -> None:
-    """Use compiled code for all further digests.
-
-    Args:
-        compiled: Gets the address of data, its bytes, those of a step, and the address of the
-            output: 16 bytes for each step.
-    """
-    global _compiled  # noqa: PLW0603
-    _compiled = compiled
+compiled: Callable[[int, int, int, int], None] | None = None
+"""Compiled code of `digests`: gets the address of data, its bytes, those of a step, and the address
+of the output, 16 bytes for each step."""
 
 
 def digest(data: Any) -> bytes:
@@ -93,9 +84,9 @@ def digests(data: Any, step: int) -> bytes:
     """Return a digest of 16 bytes for each `step` bytes of a buffer; one for an empty buffer."""
     view = memoryview(data).cast("B")
     count = max(1, -(-view.nbytes // step))
-    if _compiled is not None:
+    if compiled is not None:
         found = ctypes.create_string_buffer(DIGEST_BYTES * count)
-        _compiled(address_of(view), view.nbytes, step, ctypes.addressof(found))
+        compiled(address_of(view), view.nbytes, step, ctypes.addressof(found))
         return found.raw
     flat = np.frombuffer(view, np.uint8)
     with np.errstate(over="ignore"):

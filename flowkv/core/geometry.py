@@ -290,11 +290,6 @@ def page_id(granule: int, codec: str) -> int:
     return CODECS.index(codec) << CODEC_SHIFT | granule
 
 
-def granule_of(page: int) -> int:
-    """Return the granule at which a page begins."""
-    return page & GRANULE_MASK
-
-
 def codec_of(page: int) -> str:
     """Return the codec of a page."""
     return CODECS[page >> CODEC_SHIFT]

@@ -19,8 +19,7 @@ from flowkv.cache.kv import Tokens
 from flowkv.core import interrupts
 from flowkv.core.errors import ConfigError, StateError
 from flowkv.core.keys import Salt
-from flowkv.policy.base import Lease
-from flowkv.policy.retention import Retain
+from flowkv.policy.base import Lease, Retain
 
 Reason = Literal["stop", "length", "cancelled", "deadline"]
 """Why a request ended: a stop token, `max_new_tokens`, a cancellation, or its deadline."""

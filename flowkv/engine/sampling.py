@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache.later import Later
 from flowkv.core.digest import STEP, random_words
 from flowkv.core.errors import ConfigError, NonFiniteError
 from flowkv.engine.request import Request, is_number, is_whole, yours
-from flowkv.kernels.operands import GPUS
+from flowkv.kernels.operands import GPUS, Later
 
 
 class Choice(Protocol):

@@ -17,9 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.errors import GeometryError
-from flowkv.kernels.dispatch import check_queries, check_scoring, choose, lossiest
+from flowkv.kernels.dispatch import ANY, check_queries, check_scoring, choose, lossiest, resolve
 from flowkv.kernels.operands import Pages, Ragged, Scoring, sent
-from flowkv.kernels.registry import ANY, resolve
 
 # Split of a step into a shared prefix per group of rows, and the rest of each row.
 #

@@ -2,6 +2,11 @@
 
 CUDA tensors go to Triton; float32, bfloat16 and float16 on the CPU to numba; all others to the
 torch reference. `backend=` overrides the choice.
+
+Every operation has a reference in torch ("reference"), a twin in numba ("cpu") and a Triton kernel
+where a GPU may call it, imported on first use. A test walks this table, so that no operation lacks
+one of them unnoticed. All of them take the same arguments, already checked: those of the public
+function of that name, without `backend`, and with the switches of attention as one `Scoring`.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -17,10 +22,66 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowkv.compiled import compiling
 from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_BYTES, GRANULE_MASK, PageLayout
 from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring, Side
-from flowkv.kernels.registry import ANY, resolve
+
+BACKENDS = ("reference", "cpu", "triton")
+ANY = "any"
+"""Codec of operations that move bytes without reading them."""
+
+_ROOM = "flowkv.kernels"
+_RAW = ("raw",)
+_OPERATIONS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    # operation: (codecs, module of its twin, module of its kernel)
+    "append": (_RAW, "cpu.operations", "triton.move"),
+    "paged_attention": (CODECS, "cpu.operations", "triton.attend"),
+    "merge": ((ANY,), "cpu.operations", "triton.attend"),
+    "gather_dense": (CODECS, "cpu.operations", "triton.codec"),
+    "drop_tokens": (_RAW, "cpu.operations", "triton.move"),
+    "reposition": (_RAW, "cpu.operations", "triton.move"),
+    "transcode": (CODECS, "cpu.operations", "triton.codec"),
+    "checksum": ((ANY,), "cpu.operations", "triton.move"),
+    "move_pages": ((ANY,), "cpu.operations", "triton.move"),
+}
+IMPLEMENTATIONS: dict[tuple[str, str], dict[str, str]] = {
+    (op, codec): {
+        backend: f"{_ROOM}.{module}:{op}"
+        for backend, module in zip(BACKENDS, ("reference", *modules), strict=True)
+    }
+    for op, (codecs, *modules) in _OPERATIONS.items()
+    for codec in codecs
+}
+
+
+@cache
+def resolve(op: str, codec: str, backend: str) -> Callable[..., Any]:
+    """Return the function that serves `op` on pages of `codec`; import its module on first use.
+
+    Raises:
+        ConfigError: There is no such implementation.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} is unknown", f"Use one of {', '.join(BACKENDS)}")
+    backends = IMPLEMENTATIONS.get((op, codec))
+    if backends is None:
+        known = ", ".join(c for o, c in IMPLEMENTATIONS if o == op) or "none"
+        raise ConfigError(
+            f"operation {op!r} has no kernel for codec {codec!r}", f"Use a codec of: {known}"
+        )
+    module, _, name = backends[backend].partition(":")
+    try:
+        with compiling.around():  # some modules compile code at import
+            return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name not in (module, "triton"):
+            raise
+        raise ConfigError(
+            f"the {backend!r} kernels cannot be imported ({error})",
+            "Install Triton (it comes with torch for CUDA), or pass backend='reference'",
+        ) from error
+
 
 _CPU_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _CPU_PAGES = frozenset({"float32", "bfloat16", "float16"})
@@ -168,7 +229,7 @@ def prepare_decode(pages: Pages, batch: Ragged, window: int | None) -> Any:
     if choose(pages.arena.device, page_dtype=layout.dtype) != "cpu" or layout.latent:
         return None
     check_batch(pages, batch, None)
-    if is_checking():
+    if checks:
         return None
     twin = importlib.import_module("flowkv.kernels.cpu.operations")  # numba, on first use
     return twin.Decode(pages, batch, window)
@@ -673,23 +734,19 @@ def checksum(words: torch.Tensor, block_words: int, *, backend: str | None = Non
 
 # Checks before a kernel reads memory: cheap ones always, page by page while debugging.
 
-_depth = 0
+checks = 0
+"""Open `checking` contexts: in them, tables and lists are checked against their targets."""
 
 
 @contextmanager
 def checking() -> Iterator[None]:
     """Check page tables against the arena in every kernel call made inside (all threads)."""
-    global _depth  # noqa: PLW0603 - a counter, so that nested uses end in the right order
-    _depth += 1
+    global checks  # noqa: PLW0603 - a counter, so that nested uses end in the right order
+    checks += 1
     try:
         yield
     finally:
-        _depth -= 1
-
-
-def is_checking() -> bool:
-    """Return whether values of tables and lists are checked against their targets."""
-    return _depth > 0
+        checks -= 1
 
 
 def _need(condition: bool, problem: str, remedy: str) -> None:
@@ -771,7 +828,7 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
     # A step's batch is checked by its first layer; the others, which are most calls, compare
     # identity.
     passed, address, total = _PASSED[0]
-    if batch is passed and arena.data_ptr() == address and not _depth:
+    if batch is passed and arena.data_ptr() == address and not checks:
         _check_total(tokens, total)
         return
     check_arena(arena)
@@ -788,7 +845,7 @@ def check_batch(pages: Pages, batch: Ragged, tokens: int | None, writes: bool = 
                 f"{name} is {x.dtype} on {x.device} with strides {x.stride()}",
                 f"Make it torch.int32 on {arena.device}, neighbours in its last dimension",
             )
-    if _depth:
+    if checks:
         _check_pages(pages, batch, tokens, writes)
     total = int(batch.starts[-1]) if batch.starts.is_cpu else -1  # no wait for a GPU here
     _check_total(tokens, total)
@@ -969,7 +1026,7 @@ def check_lines(
         GeometryError: A shape, dtype or device is wrong, or (while `checking`) a number is outside.
     """
     _check(what, x, torch.int32, shape, device)
-    if is_checking() and x.numel():
+    if checks and x.numel():
         least, most = int(x.min()), int(x.max())
         name = what.partition(" ")[0]
         _need(

@@ -1,4 +1,6 @@
-"""Operands of every page kernel: the pages, and the tokens of the rows of a step.
+"""Operands of every page kernel, and what goes between host and device beside it.
+
+Operands are the pages, and the tokens of the rows of a step.
 
 Shape legend (used by all kernels): B rows of a ragged batch, N new tokens of all rows together,
 T new tokens of one row, S context of one row, P page size, Hq/Hk query and KV heads, D/Dv head
@@ -25,6 +27,76 @@ def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type not in GPUS or host.device.type != "cpu":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+class Later:
+    """Copies of tensors to the host, started when the object is made.
+
+    A read waits for the work queued on the device before that, not for later work.
+
+    Args:
+        *values: The tensors, on any devices; None stays None.
+    """
+
+    __slots__ = ("_events", "_held")
+
+    def __init__(self, *values: torch.Tensor | None) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._held: list[torch.Tensor | None] = []
+        devices = set[torch.device]()
+        for value in values:
+            if value is not None:
+                if queued := value.device.type in GPUS:
+                    devices.add(value.device)
+                # With `non_blocking`, torch copies from a GPU into pinned memory.
+                value = value.detach().to("cpu", non_blocking=queued, copy=True)
+            self._held.append(value)
+        for device in devices:
+            self._events.append(torch.cuda.current_stream(device).record_event())
+
+    @property
+    def ready(self) -> bool:
+        """Return whether `result` need not wait, as for values that the CPU computed."""
+        return not self._events
+
+    def result(self) -> list[torch.Tensor | None]:
+        """Return the values, on the CPU; wait for them where they are still on their way."""
+        for event in self._events:
+            event.synchronize()
+        self._events = []
+        return self._held
+
+
+class DeviceTimer:
+    """Timer of the work that a GPU does for its current stream, from now until `stop`.
+
+    The host queues a prompt's work in a fraction of the time that the device takes for it.
+
+    Args:
+        device: The GPU.
+    """
+
+    __slots__ = ("_begin", "_device", "_end")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin = self._end = self._mark()
+
+    def stop(self) -> None:
+        """End the time behind the work that is queued now."""
+        self._end = self._mark()
+
+    def seconds(self) -> float | None:
+        """Return the time; None while the device has not come to both ends."""
+        # Another stream than the one of the end may still be on its way to the begin.
+        if not (self._begin.query() and self._end.query()):
+            return None
+        return 1e-3 * float(self._begin.elapsed_time(self._end))
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 class Pages(NamedTuple):

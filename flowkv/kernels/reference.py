@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from flowkv.core.digest import FIRST, KEYS, SECOND, STEP, WORDS
-from flowkv.core.geometry import GRANULE_BYTES, PageLayout, codec_of, granule_of
+from flowkv.core.geometry import GRANULE_BYTES, GRANULE_MASK, PageLayout, codec_of
 from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE
 from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring, Side
 
@@ -368,7 +368,7 @@ def pages_of(pages: Pages, ids: list[int]) -> Partial:
     for layout in pages.sealed:
         where = [i for i, codec in enumerate(codecs) if codec == layout.codec]
         if where:
-            granules = [granule_of(ids[i]) for i in where]
+            granules = [ids[i] & GRANULE_MASK for i in where]
             every_k[where], every_v[where] = decoded(pages.arena, layout, pages.layer, granules)
     return every_k, every_v
 

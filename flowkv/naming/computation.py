@@ -41,8 +41,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
-from flowkv.naming.fingerprint import Weights, readable
-from flowkv.naming.memory_words import TAKE, places_of, pointers_of, versions_of
+from flowkv.naming.fingerprint import TAKE, Weights, places_of, pointers_of, readable, versions_of
 
 MISSING: Any = object()
 _Read = Callable[[Any], Any]

@@ -365,20 +365,39 @@ class Subscription(Closing):
                 )
 
 
+class _Routes(dict[type, tuple[Subscription, ...]]):
+    """Subscriptions by type of event, each found at its first look-up; () where there is none.
+
+    Args:
+        *subscriptions: All subscriptions, in order.
+    """
+
+    __slots__ = ("subscriptions",)
+
+    def __init__(self, *subscriptions: Subscription) -> None:
+        super().__init__()
+        self.subscriptions = subscriptions
+
+    def __missing__(self, kind: type[Event]) -> tuple[Subscription, ...]:
+        route = self[kind] = tuple(s for s in self.subscriptions if issubclass(kind, s.types))
+        return route
+
+
 class Bus:
     """Bus that delivers events on the emitter's thread, to subscribers in order of subscription.
 
     Thread-safe. Without a subscriber, `emit` is one dictionary look-up; if building the event
     costs more than that, check `wants` first. A callback should be quick and must not block.
+
+    Attributes:
+        routes: Subscriptions by type of event; replaced whole on change, so that readers need no
+            lock.
     """
 
-    __slots__ = ("_lock", "_routes", "_subscriptions")
+    __slots__ = ("_lock", "routes")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._subscriptions: tuple[Subscription, ...] = ()
-        # Event type -> its subscriptions; replaced whole on change, so that readers need no lock.
-        self._routes: dict[type[Event], tuple[Subscription, ...]] = {}
+        self._lock, self.routes = threading.Lock(), _Routes()
 
     def subscribe(self, callback: Callable[[Any], object], *types: type[Event]) -> Subscription:
         """Call `callback` with every event of `types` and their subclasses; no types means all.
@@ -387,30 +406,19 @@ class Bus:
         """
         subscription = Subscription(self, callback, types or (Event,))
         with self._lock:
-            self._subscriptions = (*self._subscriptions, subscription)
-            self._routes = {}
+            self.routes = _Routes(*self.routes.subscriptions, subscription)
         return subscription
 
     def wants(self, kind: type[Event]) -> bool:
         """Return whether any subscriber receives events of exactly this type."""
-        route = self._routes.get(kind)
-        return bool(self._route(kind) if route is None else route)
+        return bool(self.routes[kind])
 
     def emit(self, event: Event) -> None:
         """Deliver `event`, and return once every subscriber has been called."""
-        route = self._routes.get(type(event))
-        if route is None:
-            route = self._route(type(event))
-        for subscription in route:
+        for subscription in self.routes[type(event)]:
             subscription._deliver(event)
-
-    def _route(self, kind: type[Event]) -> tuple[Subscription, ...]:
-        with self._lock:
-            route = tuple(s for s in self._subscriptions if issubclass(kind, s.types))
-            self._routes[kind] = route
-        return route
 
     def _remove(self, subscription: Subscription) -> None:
         with self._lock:
-            self._subscriptions = tuple(s for s in self._subscriptions if s is not subscription)
-            self._routes = {}
+            left = (s for s in self.routes.subscriptions if s is not subscription)
+            self.routes = _Routes(*left)

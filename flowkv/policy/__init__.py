@@ -31,8 +31,7 @@ from flowkv.policy.base import (
     Visit,
     made,
 )
-from flowkv.policy.hazard.index import HazardIndex
-from flowkv.policy.hedge import Hedge
+from flowkv.policy.hedge import HazardIndex, Hedge
 from flowkv.policy.optimum import Optimum, OptimumConfig
 from flowkv.policy.order.leaf import ARC, LRU, CostAware, LfuTtl
 

@@ -34,8 +34,7 @@ from flowkv.policy import Policy, make_policy
 from flowkv.policy.base import Lease
 from flowkv.policy.restore.costs import LoadGate, Rates
 from flowkv.policy.tenants import Tenants
-from flowkv.residency.keyed import KeyedPolicy
-from flowkv.residency.places import open_tiers, policy_of
+from flowkv.residency.places import KeyedPolicy, open_tiers, policy_of
 from flowkv.tiers import Entry, Load, Outcome, Store, Tier, TierAnswer
 from flowkv.tiers.base import UNBOUNDED, listed
 from flowkv.tiers.erasure_log import MOST_KEYS, Erased, ErasureLogs, new_entry

@@ -30,8 +30,8 @@ from flowkv.policy.admission import RULES, WriteAdmission
 from flowkv.policy.base import NEVER_NS, Learner, Policy, Slots, Visit
 from flowkv.policy.optimum import Optimum, belady
 from flowkv.policy.order.compiled import Array, kernel
+from flowkv.policy.pages import StatePlacement
 from flowkv.policy.prefetch import Prefetcher
-from flowkv.policy.states import StatePlacement
 from flowkv.policy.tenants import Tenants
 from flowkv.residency import Ledger, Place
 from flowkv.residency import Meta as About
@@ -776,7 +776,7 @@ class ReplaySettings(TypedDict, total=False):
             or by a rule of `flowkv.policy.admission`.
         hardware: A name of `HARDWARE`, which gives times and prices; "h100" with `tiers`.
         model: A name of `MODELS`; "8b" by default.
-        states: A rule of `flowkv.policy.states.STATE_RULES` for a hybrid model, whose hits end at
+        states: A rule of `flowkv.policy.pages.STATE_RULES` for a hybrid model, whose hits end at
             the last state; or a mapping of `rule`, its options, and `room`, the most bytes of
             states (see `flowkv.sim.states.ReplayedStates`). Without `tiers`.
         held: Make room before the blocks of a request come, which then stay while it runs, as on a

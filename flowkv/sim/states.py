@@ -1,7 +1,7 @@
 """States of recurrent layers in a replay: blocks of another kind, each for a whole prefix.
 
 A prefix of a hybrid model is of use up to its last block that has a state. The states are placed
-and replaced by the same object as in the cache, `flowkv.policy.states.StatePlacement`.
+and replaced by the same object as in the cache, `flowkv.policy.pages.StatePlacement`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict
 import numpy as np
 
 from flowkv.policy.base import Slots
-from flowkv.policy.states import SavedState, StatePlacement
+from flowkv.policy.pages import SavedState, StatePlacement
 from flowkv.sim.hardware import Shape
 from flowkv.sim.trace import Trace
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from flowkv.compiled.compiling import SystemClock
 from flowkv.core.clock import Clock
 from flowkv.core.errors import MissingDependencyError, StateError
-from flowkv.tiers.base import Entry, Load, Outcome, OverTier, Store, Tier, TierAnswer
-from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, describe, span, verify
+from flowkv.tiers.base import BadFrame, Entry, Load, Outcome, OverTier, Store, Tier, TierAnswer
+from flowkv.tiers.frame import Header, accept, count_stripes, describe, span, verify
 
 if TYPE_CHECKING:
     from flowkv.testing.planners import check_restore_policy as check_restore_policy

@@ -9,6 +9,7 @@ from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError
 from flowkv.tiers.base import (
     UNBOUNDED,
+    BadFrame,
     Completion,
     Entry,
     FrameInfo,
@@ -18,8 +19,7 @@ from flowkv.tiers.base import (
     Tier,
     TierAnswer,
 )
-from flowkv.tiers.envelope import Envelope
-from flowkv.tiers.frame import BadFrame, Header, decode_header, encode_header, verify
+from flowkv.tiers.frame import Envelope, Header, decode_header, encode_header, verify
 
 __all__ = [
     "REMOTE_KINDS",

@@ -19,12 +19,40 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import islice
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from flowkv.core.config import format_size
+from flowkv.core.errors import FlowKVError
+from flowkv.core.geometry import GRANULE_BYTES
 
 UNBOUNDED = 1 << 62
 """`Tier.capacity_bytes` of a tier of unknown size: only its engine knows the limit."""
+
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class BadFrame(FlowKVError, ValueError):
+    """Error for bytes that are not the expected frame; a tier turns it into a miss.
+
+    Args:
+        reason: One word: "foreign" (no frame of this format), "version", "truncated", "digest",
+            "key", "layout", "fidelity", "stripes", "integrity" (another kind of check than the
+            reader requires), or "invalid" (the producer described the frame wrongly).
+        problem: The problem in one sentence, without a full stop.
+    """
+
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem, "Treat the frame as absent")
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[BadFrame], tuple[str, str]]:
+        return type(self), (self.reason, self.problem)
+
+
+def aligned(n_bytes: int) -> int:
+    """Return `n_bytes` rounded up to the offset where the next stripe begins."""
+    return -(-n_bytes // GRANULE_BYTES) * GRANULE_BYTES
 
 
 class Outcome(Enum):

@@ -11,10 +11,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from flowkv.compiled.addresses import fence, pointer
 from flowkv.compiled.digest import PIECE_BYTES, STAMP, digest_of
-from flowkv.compiled.machine_code import kept
-from flowkv.compiled.parts import PART
+from flowkv.compiled.machine_code import PART, fence, kept, pointer
 from flowkv.core.errors import StateError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.tiers import frame

@@ -30,8 +30,7 @@ from flowkv.compiled.machine_code import kept
 from flowkv.core.clock import Clock
 from flowkv.core.geometry import CODECS
 from flowkv.core.memory import Scratch
-from flowkv.tiers.base import FrameInfo
-from flowkv.tiers.frame import BadFrame, Buffer, aligned
+from flowkv.tiers.base import BadFrame, Buffer, FrameInfo, aligned
 
 LEVEL = 1
 LEAST_GAIN = 1.05

@@ -7,19 +7,19 @@ from collections import Counter
 from flowkv import KV
 from tests.inside import (
     CODEC_SHIFT,
+    GRANULE_MASK,
     Copy,
     PagePool,
     PageStore,
     PrefixIndex,
     SwappedCopy,
-    granule_of,
 )
 
 
 def audit_pool(pool: PagePool) -> None:
     """Every granule is in exactly one place: a page in use, a free page, or a free slab."""
     owner: dict[int, str] = {}
-    names = {granule_of(page): page for page in pool.live()}
+    names = {page & GRANULE_MASK: page for page in pool.live()}
     assert len(names) == len(pool._refs), "one place has two pages"
 
     def claim(first: int, granules: int, who: str) -> None:

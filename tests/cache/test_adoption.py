@@ -16,7 +16,7 @@ from flowkv.tiers import Entry, FrameInfo, Store
 from tests.cache.audit import audit
 from tests.cache.fakes import Wrapped
 from tests.cache.toy import make_kv, published, simple
-from tests.inside import Evicted, FileIO, inspect, listing, read_superblock, write_superblock
+from tests.inside import Evicted, FileIO, inspect, read_superblock, tier_stack, write_superblock
 
 P, Q = [1] * 24, [2] * 24
 BODY = bytes(4096)
@@ -75,8 +75,8 @@ def test_what_is_used_here_stays_before_what_nobody_uses() -> None:
 
 
 def test_the_work_is_bounded() -> None:
-    residency_adopted, listing._ADOPTED = listing._ADOPTED, 4
-    residency_looked, listing._LOOKED_AT = listing._LOOKED_AT, 6
+    residency_adopted, tier_stack._ADOPTED = tier_stack._ADOPTED, 4
+    residency_looked, tier_stack._LOOKED_AT = tier_stack._LOOKED_AT, 6
     try:
         memory = MemoryTier(200 * 4096)
         kv, pool = kv_over(memory)
@@ -86,7 +86,7 @@ def test_the_work_is_bounded() -> None:
         assert kv.flush() and pool.listed <= 6 and kv.stats()["blocks"] <= 4
         audit(kv)
     finally:
-        listing._ADOPTED, listing._LOOKED_AT = residency_adopted, residency_looked
+        tier_stack._ADOPTED, tier_stack._LOOKED_AT = residency_adopted, residency_looked
 
 
 def test_after_a_restart_the_oldest_prompt_goes_first() -> None:

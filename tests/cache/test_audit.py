@@ -34,7 +34,7 @@ from tests.inside import (
     Warned,
     bind,
     due,
-    store,
+    policy_pages,
 )
 from tests.inside import layout_CODECS as CODECS
 
@@ -407,7 +407,7 @@ def test_another_page_in_its_place_is_found_in_every_codec(codec: str) -> None:
 
 
 def test_the_sample_forgets_the_oldest_beyond_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "MOST_WAITING", 3)
+    monkeypatch.setattr(policy_pages, "MOST_WAITING", 3)
     sample, keys = Samples(1.0), [bytes([n]) * 32 for n in range(5)]
     for one in [*keys[:3], keys[0], *keys[3:]]:
         sample.came(one, "tier")

@@ -14,13 +14,13 @@ from tests.cache.test_codecs import check, make, text
 from tests.cache.toy import advance, opened
 from tests.inside import (
     GRANULE_BYTES,
+    GRANULE_MASK,
     CapacityError,
     Defragmentation,
     Defragmented,
     Evicted,
     PagePool,
     codec_of,
-    granule_of,
 )
 from tests.inside import kv_plan as plan
 
@@ -74,7 +74,7 @@ def test_a_plan_keeps_to_its_limits(
     assert copied <= most or len(moves) == 1
     assert not fixed & moves.keys()
     assert all(codec_of(old) == codec_of(new) for old, new in moves.items())
-    drained = {granule_of(page) // pool.slab_granules for page in moves}
+    drained = {(page & GRANULE_MASK) // pool.slab_granules for page in moves}
     for number in drained:
         slab = pool._slab(number)
         assert slab.used * slab.granules * gain <= pool.slab_granules
@@ -113,10 +113,10 @@ def test_no_more_slabs_than_asked_for(used: list[tuple[int, int]], most: int) ->
 def test_what_is_begun_is_not_filled_again() -> None:
     pool, content = sparse_pool([(0, 9), (0, 5), (0, 7)])
     moves = pool.plan_defragmentation(most_granules=8)
-    (drained,) = {granule_of(page) // pool.slab_granules for page in moves}
+    (drained,) = {(page & GRANULE_MASK) // pool.slab_granules for page in moves}
     carry_out(pool, content, moves)
     fresh = pool.allocate(4, 5) or []
-    assert drained not in {granule_of(page) // pool.slab_granules for page in fresh}
+    assert drained not in {(page & GRANULE_MASK) // pool.slab_granules for page in fresh}
 
 
 # ---- in a cache

@@ -17,7 +17,7 @@ from flowkv import KV, Namespace
 from tests.cache.departing import CASES, PAGES, Hung
 from tests.cache.fakes import Deferred, lasting
 from tests.cache.toy import evict_all, make_kv, opened, published, simple
-from tests.inside import REAPER, ConfigError, bind, ending, follow
+from tests.inside import REAPER, ConfigError, bind, follow, stack
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_cache_goes_with_its_pools(tmp_path: Path, tiers: Any, close: bool) ->
     left = parts(kv)
     if close:
         kv.close()
-        assert not ending._ENDINGS or all(one.kv is not kv for one in ending._ENDINGS)
+        assert not stack._ENDINGS or all(one.kv is not kv for one in stack._ENDINGS)
     del kv
     gc.collect()
     REAPER.join(30.0)

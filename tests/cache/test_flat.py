@@ -80,11 +80,11 @@ def test_what_is_remembered_of_requests_has_a_bound(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowkv.cache.requests.FEW_SESSIONS", 32)
-    monkeypatch.setattr("flowkv.cache.context.MOST_TENANTS", 32)
+    monkeypatch.setattr("flowkv.cache.index.MOST_TENANTS", 32)
     monkeypatch.setattr("flowkv.cache.index._BATCH", 8)
     monkeypatch.setattr("flowkv.cache.index.LEAST_GHOSTS", 32)
     for name in ("FIRST_TIPS", "GHOSTS"):
-        monkeypatch.setattr(f"flowkv.policy.hazard.index.{name}", 32)
+        monkeypatch.setattr(f"flowkv.policy.hedge.{name}", 32)
     kv = make_kv(simple(), pages=3, policy=policy)
     serve(kv, 50)  # what is compiled is loaded
     check(kv, 150, spare=12, spare_bytes=16 << 10)

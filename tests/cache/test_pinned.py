@@ -28,6 +28,7 @@ from tests.cache.fakes import Halves, Silent, lasting
 from tests.cache.test_codecs import wide
 from tests.cache.toy import check_content, geometry, make_kv, prefill, published
 from tests.inside import (
+    GRANULE_MASK,
     Copies,
     CudaStreams,
     HostTier,
@@ -35,7 +36,6 @@ from tests.inside import (
     SlotPool,
     digests,
     dispatch,
-    granule_of,
     host,
     open_copies,
 )
@@ -1127,7 +1127,7 @@ def test_a_free_page_is_written_to_after_the_copy_that_reads_it() -> None:
     ):
         device.calls.clear()
         (page,), (other,) = pool.allocate(granules, 1), pool.allocate(granules, 1)
-        copies.download([granule_of(page), granule_of(other)], GRANULE)
+        copies.download([page & GRANULE_MASK, other & GRANULE_MASK], GRANULE)
         pool.allocate(granules, 1)
         assert "after" not in device.calls, "both pages are in use"
         pool.release(page)

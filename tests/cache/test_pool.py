@@ -11,12 +11,12 @@ import torch
 
 from tests.cache.audit import audit_pool
 from tests.inside import (
+    GRANULE_MASK,
     CapacityError,
     PagePool,
     StateError,
     cache_pool,
     codec_of,
-    granule_of,
     own_memory,
     page_id,
 )
@@ -106,7 +106,7 @@ def test_ids_carry_the_codec() -> None:
     audit_pool(pool)
     assert [int(pool.page_bytes(page, 1)) for page in (*small, *other)] == [3, 4, 5, 6, 7, 8]
     with pytest.raises(StateError, match="not in use"):
-        pool.release(granule_of(small[0]))
+        pool.release(small[0] & GRANULE_MASK)
     pool.copy(small[:1], other[:1], 1)
     assert int(pool.page_bytes(other[0], 1)) == 3
 
@@ -127,8 +127,8 @@ def test_pages_of_several_codecs_move_within_a_slab() -> None:
     ids = [(pool.allocate(1, 1, number % len(CODECS)) or [-1])[0] for number in range(8)]
     for number, page in enumerate(ids):
         pool.page_bytes(page, 4096).fill_(number)
-    slab = granule_of(ids[0]) // 16
-    free = {*range(16 * slab, 16 * slab + 16)} - {granule_of(page) for page in ids}
+    slab = (ids[0] & GRANULE_MASK) // 16
+    free = {*range(16 * slab, 16 * slab + 16)} - {page & GRANULE_MASK for page in ids}
     moves = {o: page_id(n, codec_of(o)) for o, n in zip(ids, sorted(free), strict=True)}
     pool.relocate(moves)
     audit_pool(pool)

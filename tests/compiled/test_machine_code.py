@@ -178,7 +178,7 @@ def test_a_long_path_has_a_short_name(home: Path) -> None:
 
 
 ALL = """
-import flowkv.cache.block_table, flowkv.kernels.cpu.entries, flowkv.policy.order.leaf
+import flowkv.cache.block_table, flowkv.kernels.cpu.operations, flowkv.policy.order.leaf
 import flowkv.tiers.digest, flowkv.tiers.lossless, flowkv.tiers.shared, flowkv.tiers.io.uring
 import numpy as np
 from flowkv.tiers.lossless import _split

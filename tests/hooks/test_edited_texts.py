@@ -198,7 +198,7 @@ def test_edited_pages_of_a_former_process_are_erased_with_their_text(tmp_path: P
 
 def test_tenants_share_the_bound_of_remembered_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.causal("llama")
-    monkeypatch.setattr("flowkv.hooks.edits._MOST_TOKENS", 500)
+    monkeypatch.setattr("flowkv.hooks.blend._MOST_TOKENS", 500)
     with editing(model) as kv:
         for tenant in ("alice", "bob", "carol", "bob"):
             cache = kv.cache(input_ids=WORDS[None].repeat(1, 2), tenant=tenant)

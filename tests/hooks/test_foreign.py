@@ -33,7 +33,7 @@ import flowkv
 from tests.hooks import models
 from tests.hooks.compare import assert_same, attached, generate, reused
 from tests.hooks.tabled import NAME, as_library
-from tests.inside import Identity, computation, memory_words
+from tests.inside import Identity, computation, fingerprint_of_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:FlowKV shares nothing")
 Model = Any
@@ -653,7 +653,7 @@ def test_a_setting_that_changes_and_comes_back_within_a_page(
     ):
         pytest.skip("layers with fewer tokens than the first one get a mask that does not fit")
     if not words:  # as on releases of Python whose memory has another form
-        monkeypatch.setattr(memory_words, "SUPPORTED", False)
+        monkeypatch.setattr(fingerprint_of_weights, "SUPPORTED", False)
 
     def changing(model: Model) -> Any:
         change, steps = WITHIN_A_PAGE[place](model), [0]

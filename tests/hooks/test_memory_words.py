@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.inside import Identity, Walk
-from tests.inside import memory_words as words
+from tests.inside import fingerprint_of_weights as words
 
 from . import models
 from .compare import assert_same, attached, generate, reused

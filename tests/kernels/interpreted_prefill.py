@@ -24,9 +24,9 @@ from flowkv.kernels import paged_attention as flat_attention
 from tests.inside import (
     CODEC_SHIFT,
     GRANULE_BYTES,
+    GRANULE_MASK,
     ConfigError,
     codec_of,
-    granule_of,
     paged_attention,
 )
 from tests.inside import attend as triton_attend
@@ -114,7 +114,7 @@ def test_sealed_is_as_if_decoded(dtype: str) -> None:
     arena = torch.cat([pages.arena, spare])
     for place in (table >> CODEC_SHIFT > 0).nonzero().tolist():
         page = int(table[tuple(place)])
-        old, new = int32([granule_of(page)]), int32([end])
+        old, new = int32([page & GRANULE_MASK]), int32([end])
         transcode(arena, old, new, forms[codec_of(page)], layout, backend="reference")
         table[tuple(place)] = end
         end += layout.granules

@@ -125,9 +125,9 @@ def test_a_shared_page_is_read_once(backend: str, monkeypatch: pytest.MonkeyPatc
     """The two calls, together, name each shared page once, and all others too."""
     scene = decode_step()
     module = {"reference": "reference", "cpu": "cpu.operations"}[backend]
-    from tests.inside import registry
+    from tests.inside import dispatch
 
-    attend, named = registry.resolve("paged_attention", "raw", backend), []
+    attend, named = dispatch.resolve("paged_attention", "raw", backend), []
 
     def counted(q: object, pages: object, batch: Ragged, how: object) -> object:
         for row, length in zip(batch.rows.tolist(), batch.lengths.tolist(), strict=True):
@@ -135,11 +135,11 @@ def test_a_shared_page_is_read_once(backend: str, monkeypatch: pytest.MonkeyPatc
         return attend(q, pages, batch, how)
 
     monkeypatch.setattr(f"flowkv.kernels.{module}.paged_attention", counted)
-    registry.resolve.cache_clear()
+    dispatch.resolve.cache_clear()
     plan = plan_cascade(scene.batch, 16, least_tokens=1)
     assert plan.groups == (Group(0, 6, 4),)
     cascade_attention(scene.queries(2), scene.pages, scene.batch, plan, backend=backend)
-    registry.resolve.cache_clear()
+    dispatch.resolve.cache_clear()
     assert len(named) == len(set(named)) == 4 + 6 * 2 and -1 not in named
 
 

@@ -22,8 +22,8 @@ from tests.inside import (
     bounds,
     by_token,
     decoded,
+    dispatch,
     page_of,
-    registry,
     rotate,
     turning,
 )
@@ -282,14 +282,14 @@ def test_a_twin_that_errs_is_noticed(codec: str, monkeypatch: pytest.MonkeyPatch
         arena[int(target[0]) * GRANULE_BYTES + 5] ^= 1
         return status
 
-    monkeypatch.setattr(registry, "resolve", registry.resolve)
+    monkeypatch.setattr(dispatch, "resolve", dispatch.resolve)
     monkeypatch.setattr("flowkv.kernels.cpu.operations.transcode", wrong)
-    registry.resolve.cache_clear()
+    dispatch.resolve.cache_clear()
     try:
         with pytest.raises(AssertionError, match="different bytes"):
             check_codec(codec, backend="cpu", max_examples=5)
     finally:
-        registry.resolve.cache_clear()
+        dispatch.resolve.cache_clear()
 
 
 class Halves:

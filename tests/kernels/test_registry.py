@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from flowkv import kernels
-from tests.inside import ConfigError, dispatch, registry
+from tests.inside import ConfigError, dispatch
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTRIES = sorted(registry.IMPLEMENTATIONS)
+ENTRIES = sorted(dispatch.IMPLEMENTATIONS)
 MOVES = {"copy_pages", "digest_pages", "gather_pages", "scatter_pages"}
 """Public operations that are one in the registry, `move_pages`."""
 
 
 @pytest.mark.parametrize(("op", "codec"), ENTRIES)
 def test_oracle_twin_and_kernel(op: str, codec: str) -> None:
-    targets = registry.IMPLEMENTATIONS[op, codec]
+    targets = dispatch.IMPLEMENTATIONS[op, codec]
     assert {"reference", "cpu", "triton"} <= set(targets)
     public = list(inspect.signature(getattr(dispatch, op)).parameters)
     public.remove("backend")
@@ -40,7 +40,7 @@ def test_oracle_twin_and_kernel(op: str, codec: str) -> None:
             }
             assert functions[name] == public
         else:
-            function = registry.resolve(op, codec, backend)
+            function = dispatch.resolve(op, codec, backend)
             assert list(inspect.signature(function).parameters) == public
 
 
@@ -65,30 +65,30 @@ def test_every_operation_is_compiled_without_a_gpu() -> None:
 
     tested = [case for case in CASES if case.scope != "full"]
     cased = {(case.op, codec) for case in tested for codec in case.codec.split("+")}
-    moves = {(op, registry.ANY) for op in MOVES}
-    assert {*ENTRIES, *moves} - {("move_pages", registry.ANY)} <= cased
+    moves = {(op, dispatch.ANY) for op in MOVES}
+    assert {*ENTRIES, *moves} - {("move_pages", dispatch.ANY)} <= cased
     assert {op for op, _ in cased} <= set(CALLS)
     assert len({case.name for case in CASES}) == len(CASES)
 
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"no kernel for codec 'zip'.*raw"):
-        registry.resolve("append", "zip", "cpu")
+        dispatch.resolve("append", "zip", "cpu")
     with pytest.raises(ConfigError, match="Use one of reference, cpu, triton"):
-        registry.resolve("append", "raw", "cuda")
+        dispatch.resolve("append", "raw", "cuda")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         kernels.nothing  # noqa: B018 - looking it up is the test
     assert dir(kernels) == sorted(kernels.__all__)
 
 
 def test_a_missing_backend_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = ("merge", registry.ANY)
-    monkeypatch.setitem(registry.IMPLEMENTATIONS, key, {"triton": "flowkv.kernels.nowhere:merge"})
-    registry.resolve.cache_clear()
+    key = ("merge", dispatch.ANY)
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, key, {"triton": "flowkv.kernels.nowhere:merge"})
+    dispatch.resolve.cache_clear()
     with pytest.raises(ConfigError, match="backend='reference'"):
-        registry.resolve(*key, "triton")
+        dispatch.resolve(*key, "triton")
     monkeypatch.undo()
-    registry.resolve.cache_clear()
+    dispatch.resolve.cache_clear()
 
 
 def test_choice_of_backend() -> None:
@@ -114,14 +114,14 @@ def test_import_is_lazy() -> None:
 
 
 def test_without_a_directory_for_machine_code_the_kernels_still_work() -> None:
-    from tests.inside import entries as cpu_entries
+    from tests.inside import pages as cpu_entries
 
-    kept = cpu_entries.move_pages
+    kept = cpu_entries._move_pages
     arena = torch.arange(4 * 4096).to(torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", "/dev/null")
-        patch.setattr(cpu_entries, "move_pages", cpu_entries.entry(kept.py_func))
-        assert cpu_entries.move_pages is not kept
+        patch.setattr(cpu_entries, "_move_pages", cpu_entries.entry(kept.py_func))
+        assert cpu_entries._move_pages is not kept
         places = torch.tensor([1]).int(), torch.tensor([3]).int()
         kernels.copy_pages(arena, *places, 1, backend="cpu")
     assert torch.equal(arena[-4096:], arena[4096:8192])
@@ -129,7 +129,7 @@ def test_without_a_directory_for_machine_code_the_kernels_still_work() -> None:
 
 def test_machine_code_is_kept_under_the_digest_of_all_sources() -> None:
     """A change in any kernel file must change the stamp of the cached entries."""
-    from tests.inside import entries as cpu_entries
+    from tests.inside import pages as cpu_entries
 
     names = [name for name in vars(cpu_entries) if hasattr(getattr(cpu_entries, name), "py_func")]
     assert len(names) == 12

@@ -294,7 +294,7 @@ def test_a_bomb_takes_no_memory() -> None:
         load(Envelope(), data, key_of("bomb"))
     program = (
         "import resource, sys\n"
-        "from flowkv.tiers.envelope import Envelope\n"
+        "from flowkv.tiers.frame import Envelope\n"
         "from flowkv.tiers.frame import BadFrame\n"
         "from flowkv.tiers.lossless import unpack_stripe\n"
         f"good = bytes.fromhex({lossless_stripe(GOOD, GOOD).hex()!r})\n"

@@ -57,7 +57,7 @@ def test_tiers_digest_by_compiled_code(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that a program makes itself: numpy takes thirty times as long."""
-    monkeypatch.setattr(core_digest, "_compiled", None)
+    monkeypatch.setattr(core_digest, "compiled", None)
     match kind:
         case "host":
             HostTier(MIB).close()
@@ -67,7 +67,7 @@ def test_tiers_digest_by_compiled_code(
             DiskTier(tmp_path, MIB).close()
         case _:
             ObjectTier(f"file://{tmp_path}").close()
-    assert core_digest._compiled is not None
+    assert core_digest.compiled is not None
 
 
 @pytest.mark.parametrize("name", [b"a\xffb", b"a\nb", b"%41 #"])

@@ -34,7 +34,7 @@ from flowkv.hooks.huggingface.cache import BY_COLUMN
 from flowkv.hooks.huggingface.calibrate import calibrating
 from flowkv.hooks.huggingface.door import COMPILED, ForwardHook, name_pages, warn_inherited
 from flowkv.hooks.huggingface.inputs import Names
-from flowkv.hooks.huggingface.press import Press
+from flowkv.hooks.huggingface.press import Press, check_thinnable, made_pruner
 from flowkv.hooks.huggingface.probe import (
     encoder_inputs,
     native_cache,
@@ -46,9 +46,7 @@ from flowkv.hooks.huggingface.probe import (
     settle,
 )
 from flowkv.hooks.huggingface.remember import remember
-from flowkv.hooks.huggingface.repetition import made_pruner
 from flowkv.hooks.huggingface.restore import NOTHING
-from flowkv.hooks.huggingface.thin import check_thinnable
 from flowkv.hooks.huggingface.versions import DynamicCache, PreTrainedModel
 from flowkv.naming.identity import Identity
 from flowkv.observe.events import Bus, RowsRead, WeightsRead

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from flowkv.cache.kv import KV, follow, warn
 from flowkv.cache.sequence import Sequence
 from flowkv.core.errors import CapacityError, ConfigError
-from flowkv.hooks.blend import Advance, Blender
-from flowkv.hooks.edits import EditBlender
+from flowkv.hooks.blend import Advance, Blender, EditBlender
 from flowkv.hooks.huggingface.packed import packed_way
 from flowkv.hooks.huggingface.probe import execution_device, native_cache, ordinary_tokens, quiet
 from flowkv.hooks.huggingface.restore import AdmittedRows, Nested, Part

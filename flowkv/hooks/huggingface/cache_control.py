@@ -9,7 +9,7 @@ from itertools import accumulate, compress, count
 from operator import ne
 from typing import Any, NamedTuple
 
-from flowkv.policy.retention import EPHEMERAL, EPHEMERAL_S, Retain
+from flowkv.policy.base import EPHEMERAL, EPHEMERAL_S, Retain
 
 _KEY = "cache_control"
 _MOST = 4

@@ -30,7 +30,7 @@ from flowkv.hooks.huggingface.attention import RUNNING, Switch
 from flowkv.hooks.huggingface.cache import BY_COLUMN, ModelPlan, PagedCache, configured_layers
 from flowkv.hooks.huggingface.inputs import Fill, ForwardCall, Names, digest_of, is_plain, usual
 from flowkv.hooks.huggingface.packing import PackedCall
-from flowkv.hooks.huggingface.press import Press, Pressing
+from flowkv.hooks.huggingface.press import Press, Pressing, Thinning
 from flowkv.hooks.huggingface.probe import Alike, native_cache, odd_type, probe, rows_alike, settle
 from flowkv.hooks.huggingface.restore import (
     NOTHING,
@@ -51,7 +51,6 @@ from flowkv.hooks.huggingface.rows import (
     refuse_lost,
     without_known,
 )
-from flowkv.hooks.huggingface.thin import Thinning
 from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
 from flowkv.naming.identity import TRACED, TRANSFORM, Identity, Proof, drawn, modes, transformed
 from flowkv.policy.sparsify import Sparsifier
@@ -96,7 +95,7 @@ class ForwardHook:
 
     __slots__ = tuple(  # see `Rows`
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
-        _call graphs _answers
+        graphs _answers
         _attends _reads _verdicts _alike _types _caches _inside _leaving _problem _names_used
         _doubted _handles _naming __weakref__""".split()
     )
@@ -125,7 +124,6 @@ class ForwardHook:
         self.blending: Any = None  # a `blend.Blending`
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handles: list[Any] = []
-        self._call = PackedCall(model, self.names, masked=False)
         self.graphs: GraphedForward | None = None
         self._answers: type[Any] | None = None  # class of the model's output of a decode step
 
@@ -161,7 +159,7 @@ class ForwardHook:
         if self._capturable and "forward" not in model.__dict__:
             model.__dict__["forward"] = _answering(model.forward, self.names.cache)
             state = partial(_state, weakref.ref(self))
-            call = partial(_packed, weakref.ref(self))
+            call = partial(_packed, weakref.ref(self), PackedCall(model, self.names, masked=False))
             most = SHORT[-1] if "logits_to_keep" in self.names.parameters else 1
             self.graphs = GraphedForward(call, state, self.kv.config, self.kv.graphed, most)
         follow(self.kv, close=self.release, long=self._long_texts)
@@ -1231,11 +1229,11 @@ def _state(held: weakref.ref[ForwardHook], whole: bool) -> object:
     return None if door is None or model is None else door.identity.state(model, whole=whole)
 
 
-def _packed(held: weakref.ref[ForwardHook], step: Step) -> torch.Tensor:
+def _packed(held: weakref.ref[ForwardHook], call: PackedCall, step: Step) -> Any:
     door = held()
     assert door is not None
     keep = step.last if isinstance(step, StaticStep) and step.shape.new > 1 else None
-    return door._call(step, door.plan, keep)  # type: ignore[no-any-return]
+    return call(step, door.plan, keep)
 
 
 def name_pages(kv: KV, plan: ModelPlan, identity: Identity) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowkv.cache.later import Later
 from flowkv.core.keys import Salt
 from flowkv.hooks.huggingface.versions import MODAL_INPUTS, RENAMED, PreTrainedTokenizerBase
+from flowkv.kernels.operands import Later
 from flowkv.naming.fingerprint import bytes_of, parts_of
 
 # Salts of further inputs that keys and values depend on: encoder outputs, options, token types.

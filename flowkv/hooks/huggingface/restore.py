@@ -595,7 +595,7 @@ def audit_rows(cache: PagedCache) -> None:
         for page in due(seq) if nested.cut else ():
             if not nested.fill.parts(row, page * size, (page + 1) * size):
                 continue  # an image lies across the page's border: another sequence audits it
-            with kv.auditor.audit(seq, page) as case:
+            with kv.auditor().audit(seq, page) as case:
                 if case is not None:
                     with suppress(CapacityError):
                         nested.compute([Part(row, case.twin, pad, size)])

@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 
 from flowkv.cache.block_table import Planner
 from flowkv.cache.kv import KV, count_tokens, plan
-from flowkv.cache.later import Later
 from flowkv.cache.sequence import Sequence
 from flowkv.cache.step import Step
 from flowkv.core.errors import StateError
 from flowkv.hooks.huggingface.inputs import ForwardCall, read_notes, usual
 from flowkv.hooks.huggingface.versions import EncoderDecoderCache
-from flowkv.kernels.operands import Pages, Ragged, sent
+from flowkv.kernels.operands import Later, Pages, Ragged, sent
 
 _CLOSED = attrgetter("closed")
 

@@ -14,8 +14,15 @@ from llvmlite import ir
 from numba import njit
 from numba.core import cgutils
 
-from flowkv.compiled.addresses import LINE_BYTES, ahead, data, instruction, pointer, prefetch
-from flowkv.compiled.parts import PART
+from flowkv.compiled.machine_code import (
+    LINE_BYTES,
+    PART,
+    ahead,
+    data,
+    instruction,
+    pointer,
+    prefetch,
+)
 from flowkv.core.geometry import CODEC_SHIFT, CODECS, GRANULE_MASK
 from flowkv.kernels.cpu.bits import (
     FAST,

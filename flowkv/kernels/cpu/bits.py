@@ -12,9 +12,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from flowkv.compiled.addresses import ahead, instruction, pointer
 from flowkv.compiled.digest import digest_of, mix
-from flowkv.compiled.parts import PART
+from flowkv.compiled.machine_code import PART, ahead, instruction, pointer
 from flowkv.core.digest import STEP
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}

@@ -1,6 +1,8 @@
 """Operations of the numba twin; attention runs in numba for few new tokens a row, else in torch.
 
-Tensors become addresses here, without any view of them.
+Tensors become addresses here, without any view of them. The functions of numba that Python calls
+are the only ones with machine code cached on disk, stamped with a digest of the sources of all
+kernels: numba itself looks only at the file of a function, not at those of the ones it calls.
 """
 
 from __future__ import annotations
@@ -9,20 +11,110 @@ import ctypes
 import itertools
 import math
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numba import types
 
+from flowkv.compiled import compiling
+from flowkv.compiled.digest import STAMP as DIGEST_STAMP
+from flowkv.compiled.machine_code import ahead, kept, kept_callback, pointer
 from flowkv.core.errors import ConfigError, GeometryError
 from flowkv.core.geometry import CODECS, GRANULE_BYTES, ITEMSIZE, PageLayout
 from flowkv.kernels.cpu import attend as fields
-from flowkv.kernels.cpu import entries
-from flowkv.kernels.cpu.attend import FORMAT_FIELDS, FORMATS, LANES
+from flowkv.kernels.cpu import bits
+from flowkv.kernels.cpu import transcode as codecs
+from flowkv.kernels.cpu.bits import call, call_team, draw
 from flowkv.kernels.operands import Pages, Ragged, Rotary, Scoring, Side
+
+_SOURCES = b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")))
+STAMP = zlib.crc32(_SOURCES, DIGEST_STAMP)
+_WORD = np.int64(0)
+
+
+def entry(function, **options):
+    """Return a function as Python calls it, without the lock of the interpreter."""
+    return kept(STAMP, nogil=True, error_model="numpy", **options)(function)
+
+
+def entry_of(part):
+    """Return a part of compiled code (`PART`) as Python calls it."""
+    return entry(part.py_func, fastmath=part.targetoptions.get("fastmath", False))
+
+
+@entry
+def attend(a, threads, layer, q, q_token, q_head, out):
+    """Attend with the queries at q: `threads` of a team, 1 alone, 0 sets operands only.
+
+    Return how many slices are not done, since C functions cannot pass on what a slice raises.
+    """
+    to = pointer(a, _WORD)
+    to[fields.Q], to[fields.Q_TOKEN], to[fields.Q_HEAD] = q, q_token, q_head
+    to[fields.LAYER], to[fields.OUT] = layer, out
+    to[fields.NEXT] = to[fields.DONE] = 0
+    if threads > 1:
+        call_team(to[fields.TEAM], to[fields.WORK], a, threads)
+    elif threads:
+        call(to[fields.WORK], a)
+    return to[fields.PARTS] - to[fields.DONE]
+
+
+@entry
+def help_with(a):
+    """Draw slices of a call until none is left."""
+    call(pointer(a, _WORD)[fields.WORK], a)
+
+
+@entry
+def append_step(a, layer, k, k_token, k_head, v, v_token, v_head):
+    """Write one layer's new tokens; operands `a` as of `append`, its arena's first layer."""
+    to = pointer(a, _WORD)
+    arena = to[2]
+    to[0], to[1], to[2], to[15], to[16], to[17], to[18] = (
+        k, v, arena + layer, k_token, k_head, v_token, v_head,
+    )  # fmt: skip
+    bits.append(to, None, None, 0, 1)
+    to[2] = arena
+
+
+_merge, _gather_dense = entry_of(fields.merge), entry_of(fields.gather)
+_append, _drop_tokens = entry_of(bits.append), entry_of(bits.drop_tokens)
+_reposition = entry_of(bits.reposition)
+_checksum, _recode = entry_of(bits.sum_blocks), entry_of(codecs.transcode)
+_move_pages, _digest_pages = entry_of(bits.move_pages), entry_of(bits.digest_pages)
+
+
+@lru_cache(maxsize=None, typed=True)  # zeros of different types are equal
+def worker(like_q, like, sealed: bool):
+    """Return the C function of an attention call, compiled for these types; see `attend`.
+
+    Args:
+        like_q: Type under which elements of q and of the output travel.
+        like: Type under which elements of pages travel.
+        sealed: Whether pages of other codecs than raw are served.
+    """
+
+    def work(address):
+        a = pointer(address, _WORD)
+        part = draw(ahead(a, fields.NEXT))
+        while part < a[fields.PARTS]:
+            if sealed:  # a constant: the other branch is not compiled
+                fields.attend_any(a, (like_q, like), part)
+            else:
+                fields.attend_raw(a, (like_q, like), part)
+            if draw(ahead(a, fields.DONE)) == a[fields.PARTS] - 1:
+                fields.combine(a, like_q)
+            part = draw(ahead(a, fields.NEXT))
+
+    with compiling.around():
+        return kept_callback(types.void(types.int64), STAMP, error_model="numpy")(work)
+
 
 # The numba twin of `gather_dense`: raw pages are copied, sealed ones decoded.
 
@@ -47,7 +139,7 @@ def gather_dense(pages: Pages, batch: Ragged, columns: int) -> tuple[torch.Tenso
         *(batch.table.stride(0), columns, block, -(-columns // block), *forms.ravel().tolist()),
     )
     n_bytes = (DECODING if pages.sealed else 1) * (k.nbytes + v.nbytes)
-    run(entries.gather_dense, n_bytes, a, (LIKE[dtype], TOP[dtype]))
+    run(_gather_dense, n_bytes, a, (LIKE[dtype], TOP[dtype]))
     return k, v
 
 
@@ -250,7 +342,7 @@ class Call:
         chunk = max(1, chunk)
         slots = np.empty(0, np.float32)
         if most_pages > chunk:
-            dim_v = -(-layout.value_dim // LANES) * LANES
+            dim_v = -(-layout.value_dim // fields.LANES) * fields.LANES
             count = items * -(-most_pages // chunk)
             slots = np.empty(count * most_rows * (dim_v + 2), np.float32)
         shares = np.empty(0, np.float32)
@@ -269,10 +361,10 @@ class Call:
         )
         for form in (layout, *pages.sealed):
             number, *offsets = _offsets(form)
-            start = FORMATS + FORMAT_FIELDS * number
-            a[start : start + FORMAT_FIELDS] = offsets
-        worker = entries.worker(LIKE[dtype], LIKE[DTYPES[layout.dtype]], bool(pages.sealed))
-        a[fields.WORK], a[fields.TEAM] = worker.address, team()
+            start = fields.FORMATS + fields.FORMAT_FIELDS * number
+            a[start : start + fields.FORMAT_FIELDS] = offsets
+        work = worker(LIKE[dtype], LIKE[DTYPES[layout.dtype]], bool(pages.sealed))
+        a[fields.WORK], a[fields.TEAM] = work.address, team()
         self.address = a.ctypes.data
         self._held = slots, shares, how, batch  # addresses do not keep them alive
 
@@ -284,11 +376,9 @@ class Call:
         """Attend over a layer of the group: q by address and strides, to contiguous outputs."""
         threads = 1 if self._parts == 1 else min(torch.get_num_threads(), self._parts)
         alone = threads > 1 and not team()
-        left = entries.attend(
-            self.address, 0 if alone else threads, layer, q, by_token, by_head, out
-        )
+        left = attend(self.address, 0 if alone else threads, layer, q, by_token, by_head, out)
         if alone:
-            spread(lambda _: entries.help_with(self.address), threads)
+            spread(lambda _: help_with(self.address), threads)
             left = self._operands[fields.PARTS] - self._operands[fields.DONE]
         if left:
             raise MemoryError("no memory for the scratch of attention")
@@ -373,7 +463,7 @@ class Decode:
         k_by, v_by, item = k.stride(), v.stride(), self._item
         if k_by[-1] != 1 or v_by[-1] != 1 or not (k.is_cpu and v.is_cpu):
             return False
-        entries.append_step(
+        append_step(
             self._address,
             layer * self._layout.stripe_stride_bytes,
             k.data_ptr(),
@@ -517,9 +607,9 @@ def move_pages(
     if not count:
         return
     if digests is None:
-        run(entries.move_pages, n_bytes, operands(*a))
+        run(_move_pages, n_bytes, operands(*a))
     else:
-        run(entries.digest_pages, n_bytes, operands(*a, digests.shape[1], digests))
+        run(_digest_pages, n_bytes, operands(*a, digests.shape[1], digests))
 
 
 def run(kernel, n_bytes: int, *operands: object) -> None:
@@ -534,7 +624,7 @@ def run(kernel, n_bytes: int, *operands: object) -> None:
 def checksum(words: torch.Tensor, block_words: int) -> torch.Tensor:
     """Return two sums over each block; see `dispatch.checksum`."""
     sums = words.new_empty(-(-len(words) // block_words), 2, dtype=torch.int64)
-    run(entries.checksum, 8 * len(words), operands(words, len(words), block_words, sums))
+    run(_checksum, 8 * len(words), operands(words, len(words), block_words, sums))
     return sums
 
 
@@ -545,7 +635,7 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Ten
     o, lse = torch.empty_like(first), first.new_empty(first.shape[:2], dtype=torch.float32)
     addresses = [(address(o), address(lse)) for o, lse in [*parts, (o, lse)]]
     a = np.array([(lse.numel(), first.shape[2]), *addresses], np.int64)
-    run(entries.merge, 4 * first.numel() * len(parts), a, LIKE[first.dtype])  # as float32
+    run(_merge, 4 * first.numel() * len(parts), a, LIKE[first.dtype])  # as float32
     return o, lse
 
 
@@ -569,10 +659,10 @@ def append(
     a[17], a[18] = v_strides[0] * item, v_strides[1] * item
     n_bytes = k.shape[0] * layout.kv_heads * int(a[10] + a[11])
     if rope is None:
-        run(entries.append, n_bytes, a, None, None)
+        run(_append, n_bytes, a, None, None)
     else:
         turn, likes = rotary_operands(rope, item), (LIKE[k.dtype], LIKE[dtype])
-        run(entries.append, n_bytes, a, turn, likes)
+        run(_append, n_bytes, a, turn, likes)
 
 
 def append_operands(layout: PageLayout, batch: Ragged) -> np.ndarray:
@@ -612,7 +702,7 @@ def drop_tokens(
         *(layout.layers, layout.kv_heads, layout.page_size, kept, target.shape[0]),
         *(k_bytes, v_bytes, layout.run_bytes, layout.v_offset_bytes, layout.stripe_stride_bytes),
     )
-    run(entries.drop_tokens, keep.numel() * (k_bytes + v_bytes), a)
+    run(_drop_tokens, keep.numel() * (k_bytes + v_bytes), a)
 
 
 def reposition(
@@ -633,7 +723,7 @@ def reposition(
     )
     turn, like = rotary_operands(rope, item), LIKE[DTYPES[layout.dtype]]
     n_bytes = 4 * pages.shape[0] * layers * layout.kv_heads * layout.page_size * rope.cos.shape[1]
-    run(entries.reposition, item * n_bytes, a, turn, like)
+    run(_reposition, item * n_bytes, a, turn, like)
 
 
 # The numba twin of the codecs: threads share the layers of pages.
@@ -657,7 +747,7 @@ def transcode(
         *(count, old.layers, old.kv_heads, old.page_size, old.head_dim, old.value_dim),
         *(*_offsets(old), *_offsets(new)),
     )
-    run(entries.recode, count * old.page_bytes, a, (LIKE[dtype], TOP[dtype]))
+    run(_recode, count * old.page_bytes, a, (LIKE[dtype], TOP[dtype]))
     return status
 
 

@@ -6,8 +6,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit
 
-from flowkv.compiled.addresses import ahead, data, instruction, pointer, prefetch
-from flowkv.compiled.parts import PART
+from flowkv.compiled.machine_code import PART, ahead, data, instruction, pointer, prefetch
 from flowkv.kernels.cpu.bits import bits_of, float_of, memzero, narrow, transpose, widen
 
 # Steps of the numba codecs on one row of a page, a token's K or V: clean, rotate, quantize.

@@ -12,8 +12,7 @@ from numba import njit
 from numba.core.options import DefaultOptions
 from numpy.typing import NDArray
 
-from flowkv.compiled.machine_code import kept
-from flowkv.compiled.parts import PART
+from flowkv.compiled.machine_code import PART, kept
 
 Array = NDArray[Any]
 

@@ -14,8 +14,20 @@ import numpy as np
 
 from flowkv.core.errors import StoreError, stating
 from flowkv.core.geometry import FIDELITIES
-from flowkv.tiers.disk.home import ERASED, Superblock, owned, read_superblock
-from flowkv.tiers.disk.journal import RECORD_BYTES, Held, Journal, Slot, in_order, newest, sensible
+from flowkv.tiers.base import BadFrame
+from flowkv.tiers.disk.home import (
+    ERASED,
+    RECORD_BYTES,
+    Held,
+    Journal,
+    Slot,
+    Superblock,
+    in_order,
+    newest,
+    owned,
+    read_superblock,
+    sensible,
+)
 from flowkv.tiers.disk.store import (
     DiskStore,
     Index,
@@ -26,9 +38,8 @@ from flowkv.tiers.disk.store import (
     packed_rows,
     rows_in_slots,
 )
-from flowkv.tiers.envelope import Envelope, Keyring
 from flowkv.tiers.erasure_log import MOST_KEYS, ErasureLog, new_entry, realm_name
-from flowkv.tiers.frame import AES_256_GCM, BadFrame
+from flowkv.tiers.frame import AES_256_GCM, Envelope, Keyring
 from flowkv.tiers.io.engine import FileIO
 
 Progress = Callable[[int, int], None]

@@ -30,20 +30,22 @@ from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.memory import own_memory
-from flowkv.tiers.base import Load
-from flowkv.tiers.disk.home import JOURNAL, Home, Superblock, write_superblock
-from flowkv.tiers.disk.journal import (
+from flowkv.tiers.base import BadFrame, Load
+from flowkv.tiers.disk.home import (
     CHARGE_BYTES,
     DELETED,
+    JOURNAL,
     RECORD_BYTES,
     ROW,
     STORED,
     UNBOUNDED,
     Held,
+    Home,
     Journal,
     Record,
     Rows,
     Slot,
+    Superblock,
     charge_bytes,
     in_order,
     newest,
@@ -51,11 +53,11 @@ from flowkv.tiers.disk.journal import (
     peek_store_id,
     sensible,
     unpack_row,
+    write_superblock,
 )
-from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import (
     AES_256_GCM,
-    BadFrame,
+    Envelope,
     Header,
     most_header_bytes,
     peek_header_bytes,

@@ -27,19 +27,15 @@ from flowkv.core.config import format_size
 from flowkv.core.errors import ConfigError, FlowKVError, StoreError, stating
 from flowkv.core.memory import address_of
 from flowkv.core.reaper import REAPER, begin
-from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
-from flowkv.tiers.disk.home import ERASED, owner_of
-from flowkv.tiers.disk.journal import STORED, Held, Record, Slot, charge_bytes
+from flowkv.tiers.base import BadFrame, Buffer, Entry, Load, Outcome, Store, TierAnswer, aligned
+from flowkv.tiers.disk.home import ERASED, STORED, Held, Record, Slot, charge_bytes, owner_of
 from flowkv.tiers.disk.store import DiskStore, Refused, agree, slot_granules
-from flowkv.tiers.envelope import Envelope
 from flowkv.tiers.frame import (
     DIGEST_BYTES,
     FIXED_BYTES,
     NH_128,
-    BadFrame,
-    Buffer,
+    Envelope,
     Header,
-    aligned,
     count_stripes,
     fixed_fields,
     header_bytes,

@@ -28,8 +28,7 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from flowkv.compiled.addresses import fence, instruction
-from flowkv.compiled.machine_code import kept
+from flowkv.compiled.machine_code import fence, instruction, kept
 from flowkv.core.errors import StateError
 from flowkv.core.reaper import begin
 from flowkv.tiers.io.engine import (

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, TypedDict
 from flowkv.core.clock import Clock
 from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError
-from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.frame import Envelope
 
 NAME = re.compile("[0-9a-f]{64}")
 """Names of objects."""

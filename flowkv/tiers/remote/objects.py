@@ -30,8 +30,8 @@ from flowkv.core.config import without_secrets
 from flowkv.core.errors import ConfigError, MissingDependencyError, StoreError
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.keys import KEY_BYTES
-from flowkv.tiers.base import UNBOUNDED, FrameInfo
-from flowkv.tiers.frame import BadFrame, count_stripes
+from flowkv.tiers.base import UNBOUNDED, BadFrame, FrameInfo
+from flowkv.tiers.frame import count_stripes
 from flowkv.tiers.remote.backend import CHANGED, NAME, Listed, RemoteOptions, shown, swap, sweep
 from flowkv.tiers.remote.tier import MOST_KNOWN, Fact, RemoteTier
 

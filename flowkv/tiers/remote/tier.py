@@ -27,10 +27,18 @@ from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, StoreError, stating
 from flowkv.core.geometry import GRANULE_BYTES
 from flowkv.core.reaper import begin, started
-from flowkv.tiers.base import UNBOUNDED, Entry, FrameInfo, Load, Outcome, Store, TierAnswer
-from flowkv.tiers.envelope import Envelope
+from flowkv.tiers.base import (
+    UNBOUNDED,
+    BadFrame,
+    Entry,
+    FrameInfo,
+    Load,
+    Outcome,
+    Store,
+    TierAnswer,
+)
 from flowkv.tiers.erasure_log import Erased
-from flowkv.tiers.frame import BadFrame, Header, accept, count_stripes, peek_header_bytes, span
+from flowkv.tiers.frame import Envelope, Header, accept, count_stripes, peek_header_bytes, span
 from flowkv.tiers.remote.backend import Backend, RemoteLimits
 from flowkv.tiers.remote.erasures import AGAIN_S, RemoteErasures
 from flowkv.tiers.worker import Handle, Item, ItemAnswer, ThreadMemory, Workers

@@ -30,9 +30,8 @@ from flowkv.core.clock import Clock
 from flowkv.core.errors import ConfigError, StoreError, stating
 from flowkv.core.files import drop_in_children, lock_byte
 from flowkv.core.keys import KEY_BYTES
-from flowkv.tiers.base import Entry, Load, Outcome, Store, TierAnswer
+from flowkv.tiers.base import BadFrame, Entry, Load, Outcome, Store, TierAnswer
 from flowkv.tiers.frame import (
-    BadFrame,
     Header,
     count_stripes,
     decode_header,

@@ -231,7 +231,7 @@ def test_a_tier_without_io_uring_digests_by_compiled_code(tmp_path: Path) -> Non
         "from flowkv.tiers import io\n"
         f"io.probe_ring = lambda: {errno.EPERM}\n"
         f"tier = DiskTier({str(tmp_path)!r}, 1 << 20)\n"
-        "print(tier.engine, digest._compiled is not None)\n"
+        "print(tier.engine, digest.compiled is not None)\n"
         "tier.close()\n"
     )
     assert answer.split() == ["threads", "True"]
