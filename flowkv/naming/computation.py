@@ -547,10 +547,10 @@ class Walk:
             self.leaves[path] = f"{_name(kind)} {value.__name__}"
         elif isinstance(value, _INERT) or _ours(value):
             self.leaves[path] = _name(kind)
+        elif isinstance(value, enum.Enum) and self._released(kind):
+            self.leaves[path] = f"{self._class(path, kind)} {value.name}"
         elif not self._released(kind) or _standard(kind.__module__):
             return False
-        elif isinstance(value, enum.Enum):
-            self.leaves[path] = f"{self._class(path, kind)} {value.name}"
         elif _in_c(kind) is object:
             self._object(path, value, self._value)
         else:
@@ -1305,8 +1305,12 @@ def _own_new(cls: type) -> bool:
 
 
 def _size(held: Mapping[str, Any]) -> int:
-    """Return the number of a class's attributes, without the `__slotnames__` that copies add."""
-    return len(held) - ("__slotnames__" in held)
+    """Return the number of a class's attributes, without those that reading it adds."""
+    return len(held) - sum(map(held.__contains__, _ADDED))
+
+
+_ADDED = ("__slotnames__", "__annotations__", "__annotate_func__", "__annotations_cache__")
+"""Attributes that copies of objects, and looks at annotations, add to a class."""
 
 
 def _lacks(names: frozenset[str], held: Mapping[str, Any]) -> bool:
