@@ -857,7 +857,7 @@ class Walk:
                 self._reject(label.strip("<>"), "patched")
             elif not _generated(part):
                 found.append(self._function(path, part))
-                mentioned |= names_of(part.__code__) | _inner(part)
+                mentioned |= _inner(part)
         if parts[:1] != [value] or isinstance(value, types.FunctionType):
             self.leaves[label] = f"{kind.__name__} {found}"
         elif library and type(value) in PLAIN:
@@ -1309,8 +1309,8 @@ def _size(held: Mapping[str, Any]) -> int:
     return len(held) - sum(map(held.__contains__, _ADDED))
 
 
+# By copies of objects, and by looks at annotations.
 _ADDED = ("__slotnames__", "__annotations__", "__annotate_func__", "__annotations_cache__")
-"""Attributes that copies of objects, and looks at annotations, add to a class."""
 
 
 def _lacks(names: frozenset[str], held: Mapping[str, Any]) -> bool:
@@ -1346,17 +1346,11 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _inner(function: types.FunctionType) -> set[str]:
     """Return the names in a function and in the functions of its closure."""
-    found, todo, seen = set[str](), [function], set[int]()
-    while todo:
-        current = todo.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        found |= names_of(current.__code__)
-        for cell in current.__closure__ or ():
-            if isinstance(content := _content_of(cell), types.FunctionType):
-                todo.append(content)
-    return found
+    every = [function]
+    for one in every:
+        held = map(_content_of, one.__closure__ or ())
+        every += [f for f in held if isinstance(f, types.FunctionType) and f not in every]
+    return set[str]().union(*(names_of(one.__code__) for one in every))
 
 
 def _content_of(cell: types.CellType) -> Any:
