@@ -547,10 +547,10 @@ class Walk:
             self.leaves[path] = f"{_name(kind)} {value.__name__}"
         elif isinstance(value, _INERT) or _ours(value):
             self.leaves[path] = _name(kind)
+        elif isinstance(value, enum.Enum) and self._released(kind):
+            self.leaves[path] = f"{self._class(path, kind)} {value.name}"
         elif not self._released(kind) or _standard(kind.__module__):
             return False
-        elif isinstance(value, enum.Enum):
-            self.leaves[path] = f"{self._class(path, kind)} {value.name}"
         elif _in_c(kind) is object:
             self._object(path, value, self._value)
         else:
@@ -858,7 +858,7 @@ class Walk:
                 self._reject(label.strip("<>"), "patched")
             elif not _generated(part):
                 found.append(self._function(path, part))
-                mentioned |= names_of(part.__code__) | _inner(part)
+                mentioned |= _inner(part)
         if parts[:1] != [value] or isinstance(value, types.FunctionType):
             self.leaves[label] = f"{kind.__name__} {found}"
         elif library and type(value) in PLAIN:
@@ -1296,8 +1296,15 @@ def _in_c(cls: type) -> Any:
 
 
 def _size(held: Mapping[str, Any]) -> int:
-    """Return the number of a class's attributes, without those that copies and compilers add."""
-    return len(held) - ("__slotnames__" in held) - ("___needs_generation_tag_patch" in held)
+    """Return the number of a class's attributes, without those that other code adds."""
+    return len(held) - sum(map(held.__contains__, _ADDED))
+
+
+# By copies of objects, by looks at annotations, and by the compiler.
+_ADDED = (
+    *("__slotnames__", "__annotations__", "__annotate_func__", "__annotations_cache__"),
+    "___needs_generation_tag_patch",
+)
 
 
 def _lacks(names: frozenset[str], held: Mapping[str, Any]) -> bool:
@@ -1329,16 +1336,11 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _inner(function: types.FunctionType) -> set[str]:
     """Return the names in a function and in the functions of its closure."""
-    found, todo, seen = set[str](), [function], set[int]()
-    while todo:
-        current = todo.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        found |= names_of(current.__code__)
-        inside = map(_content_of, current.__closure__ or ())
-        todo += [each for each in inside if isinstance(each, types.FunctionType)]
-    return found
+    every = [function]
+    for one in every:
+        held = map(_content_of, one.__closure__ or ())
+        every += [f for f in held if isinstance(f, types.FunctionType) and f not in every]
+    return set[str]().union(*(names_of(one.__code__) for one in every))
 
 
 def _content_of(cell: types.CellType) -> Any:

@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import inspect
 import os
 import threading
 import time
@@ -33,6 +32,7 @@ from flowkv.core.errors import ConfigError, StateError, StoreError, UnsupportedM
 from flowkv.core.files import renew_lock
 from flowkv.core.interrupts import cover
 from flowkv.core.keys import tenant_salt
+from flowkv.core.signatures import parameters_of
 from flowkv.kernels.operands import GPUS
 from flowkv.naming.fingerprint import UnnamedError, version_of
 from flowkv.naming.identity import SMALL_BYTES, Identity, drawn, modes, transformed
@@ -788,18 +788,14 @@ def _root(function: Any) -> torch.nn.Module | None:
 def _parameters(function: Any) -> tuple[list[str], list[str]]:
     """Return the names of the parameters that may be passed by position, and of all."""
     try:
-        known = inspect.signature(function).parameters.values()
+        known = parameters_of(function)
     except (TypeError, ValueError):  # a function in C
         return [], []
-    by_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [p.name for p in known if p.kind in by_place], [p.name for p in known]
+    return [name for name, p in known.items() if p.kind <= p.POSITIONAL_OR_KEYWORD], [*known]
 
 
 def _autocasts(kind: str) -> bool:
-    try:
-        return torch.is_autocast_enabled(kind)
-    except RuntimeError:  # a device without autocast
-        return False
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _state(*inputs: Any) -> Any:

@@ -7,6 +7,7 @@ import gc
 import logging
 import pickle
 import re
+import sys
 import threading
 import warnings
 from functools import partial
@@ -199,6 +200,17 @@ class TestTheModel:
             flowkv.attach(model)
         with attached(model):
             pass
+
+    @pytest.mark.skipif(sys.version_info < (3, 14), reason="Python evaluates annotations at once")
+    def test_names_in_annotations_need_no_value(self, model: Any) -> None:
+        space = dict[str, Any](Base=type(model))
+        text = """class Mine(Base):
+            def forward(self, input_ids: Missing, **given):
+                return super().forward(input_ids, **given)"""
+        exec(compile(text, "<text>", "exec", dont_inherit=True), space)
+        model.__class__ = space["Mine"]
+        with attached(model, revision="1"), torch.no_grad():
+            assert model(models.prompt(20)).logits.shape[1] == 20
 
     def test_must_be_one_of_transformers(self) -> None:
         with pytest.raises(ConfigError, match=r"flowkv\.KV\(geometry\)"):

@@ -319,6 +319,14 @@ def test_a_shared_activation_changes_no_name() -> None:
         activations.gelu.train(mode)
 
 
+def test_looks_at_annotations_change_nothing() -> None:
+    model = models.short()
+    identity = Identity(model)
+    for module in model.modules():
+        assert type(module).__annotations__ is not None  # Python keeps it in the class
+    assert identity.same(model)
+
+
 @pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
 def test_experts_are_those_that_are_registered(name: str, monkeypatch) -> None:
     """Both that `generate` runs: it decodes on a GPU by `batched_mm` where `grouped_mm` is set."""

@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import enum
 import functools
+import http
 import io
 import json
 import os
@@ -152,6 +153,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "set": (lambda: {1.0, 2.0}, lambda s: s.add(3.0)),
     "zeros": (lambda: [0.0], put(0, -0.0)),
     "numbers": (lambda: [1], put(0, True)),
+    "enum": (lambda: [http.HTTPStatus.OK], put(0, http.HTTPStatus.GONE)),
     "tensor": (lambda: torch.ones(1), lambda s: s.fill_(2.0)),
     "attribute_of_tensor": (marked_tensor, attribute("factor", 2.0)),
     "new_attribute_of_tensor": (lambda: torch.ones(1), attribute("factor", 2.0)),

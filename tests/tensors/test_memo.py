@@ -866,6 +866,15 @@ def test_it_decorates_and_tells() -> None:
     assert torch.equal(doubled(rows(1)), rows(1) * 2)  # closed, it is the function
 
 
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="Python evaluates annotations at once")
+def test_names_in_annotations_need_no_value() -> None:
+    space = dict[str, Any]()
+    text = "def double(x: Missing): return x * 2"
+    exec(compile(text, "<text>", "exec", dont_inherit=True), space)
+    double = remember(space["double"], key="double")
+    assert torch.equal(double(rows(1)), rows(1) * 2)
+
+
 def test_weights_written_uncounted_and_back_leave_no_row() -> None:
     module = torch.nn.Linear(4, 4, bias=False).eval().requires_grad_(False)
     right, x = module.weight.clone(), torch.ones(1, 4)

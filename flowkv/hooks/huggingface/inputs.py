@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import operator
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowkv.core.keys import Salt
+from flowkv.core.signatures import parameters_of
 from flowkv.hooks.huggingface.versions import MODAL_INPUTS, RENAMED, PreTrainedTokenizerBase
 from flowkv.kernels.operands import Later
 from flowkv.naming.fingerprint import bytes_of, parts_of
@@ -412,8 +412,8 @@ class Names:
 
     def __init__(self, model: torch.nn.Module) -> None:
         config: Any = model.config
-        signature = list(inspect.signature(type(model).forward).parameters.values())[1:]
-        self.parameters = {one.name: one.default for one in signature}
+        taken = [*parameters_of(type(model).forward).values()][1:]
+        self.parameters = {p.name: None if p.default is p.empty else p.default for p in taken}
         encodes = bool(getattr(config, "is_encoder_decoder", False))
         self.encoder = encodes and "decoder_input_ids" in self.parameters
         self.placeholders, self.whole = placeholder_ids(config), set[str]()
@@ -424,7 +424,7 @@ class Names:
         whose = "decoder_" if self.encoder else ""
         self.ids, self.mask, self.positions, self.embeds = (whose + name for name in names)
         former, named = (name in self.parameters for name in (_PAST, "cache"))
-        takes = RENAMED and any(one.kind is one.VAR_KEYWORD for one in signature)
+        takes = RENAMED and any(one.kind is one.VAR_KEYWORD for one in taken)
         newer = (named and RENAMED) or ((named or takes) and not former)
         self.cache, self.other = ("cache", _PAST) if newer else (_PAST, "cache" if takes else None)
 
@@ -593,9 +593,7 @@ class ForwardCall:
             return name not in self.names.parameters
         if name == ENCODED and isinstance(value, Mapping) and not value:
             return True  # a prompt of text alone
-        default = self.names.parameters.get(name)
-        unsaid = default is None or default is inspect.Parameter.empty
-        return value is None if unsaid else value is default
+        return value is self.names.parameters.get(name)
 
     # ---- the first forward of a cache
 
