@@ -287,7 +287,7 @@ class Walk:
 
     def forget(self) -> None:
         """Release all visited objects, after the model is gone."""
-        self._places, self._words = places_of([]), None  # before the objects there
+        self._places, self._words = self._places[:0], None  # before the objects there
         held: list[Any] = [self._ones, self._many, self._kept, self._passed]
         for each in (*held, self._columns, self.tensors):
             each.clear()

@@ -280,6 +280,8 @@ class Weights:
 
     def __init__(self) -> None:
         self.n_bytes = self.passes = self._next = 0
+        self._names = set[str]()
+        self._layout: list[Any] | None = None
         self._reads: dict[int, _Read]
         self._blocks: list[_Block] | None
         self._unread: tuple[Later, list[bytes]] | None
@@ -289,11 +291,14 @@ class Weights:
     def read(self, named: Mapping[str, torch.Tensor]) -> str:
         """Return a hex digest of names, dtypes, shapes and every byte, the same on every device.
 
-        Only tensors that are new, or have had a counted write, are read.
+        Only tensors that are new, or have had a counted write, are read; all where tensors came or
+        went: modules that leave may have been merged into others, by writes without a count.
 
         Raises:
             UnnamedError: A tensor cannot be read.
         """
+        if named.keys() != self._names:
+            self.forget()
         reads: dict[int, _Read] = {}
         fresh: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         for tensor in named.values():
@@ -310,7 +315,8 @@ class Weights:
         for key, sums in _sums({key: parts for key, (_, parts) in fresh.items()}).items():
             tensor, parts = fresh[key]
             reads[key] = _Read(tensor, states[key], parts, sums)
-        self._hold(reads)
+        self._hold({id(tensor): reads[id(tensor)] for tensor in named.values()})
+        self._names = {*named}
         self.n_bytes = sum(part.nbytes for read in reads.values() for part in read.parts)
         digest = hashlib.sha256(b"flowkv.weights/2")
         for name, tensor in sorted(named.items()):
@@ -338,8 +344,10 @@ class Weights:
         self._hold({})
 
     def _hold(self, reads: dict[int, _Read]) -> None:
-        self._reads, self._blocks, self._next, self._glance = reads, None, 0, None
-        self._unread = None
+        layout = [(key, *(part.nbytes for part in read.parts)) for key, read in reads.items()]
+        if layout != self._layout:  # else the rolling reading goes on where it was
+            self._layout, self._next, self._unread = layout, 0, None
+        self._reads, self._blocks, self._glance = reads, None, None
         met = [read for read in reads.values() if read.streamed is None]
         self._streamed = [read for read in reads.values() if read.streamed is not None]
         self._met = [read.tensor for read in met]

@@ -712,6 +712,26 @@ class TestOwnCaches:
         with attached(model):
             assert torch.allclose(run(), theirs, atol=1e-4)
 
+    @pytest.mark.parametrize("form", ["ones", "none", "short", "4-D"])
+    @pytest.mark.parametrize("new", [1, 3])
+    def test_a_mask_that_shows_padding_later(self, model: Any, form: str, new: int) -> None:
+        """No page holds its K and V: the forward is refused, and the cache stays as it was."""
+        ids, more = torch.cat([models.prompt(40), models.prompt(40, 2)]), torch.ones(2, new).long()
+        hides = models.pad_rows(ids, 0, 7)["attention_mask"]
+        masks = dict(ones=torch.ones(2, 40 + new), none=None, short=more)
+        masks["4-D"] = torch.ones(2, 1, new, 40 + new).tril(40).bool()
+
+        def run(shows: Any = False) -> torch.Tensor:
+            cache = filled(model, ids, attention_mask=hides)
+            if shows is not False:
+                with pytest.raises(flowkv.FlowKVError, match="padding to this cache"):
+                    forward(model, more, cache, attention_mask=shows)
+            return forward(model, more, cache, attention_mask=torch.cat([hides, more], 1))
+
+        theirs = run()
+        with attached(model):
+            assert torch.allclose(run(masks[form]), theirs, atol=1e-4)
+
     @pytest.mark.parametrize("name", ["llama", "lfm2"])
     def test_detach_in_a_forward_of_another_thread(self, name: str) -> None:
         """The forward ends as it began; the next ones go on behind it, attached again or not."""

@@ -27,6 +27,12 @@ def _scale_behind_autograd(model: torch.nn.Module) -> None:
     model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)
 
 
+def _scale_beside_a_counted_write(model: torch.nn.Module) -> None:
+    _scale_behind_autograd(model)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.0)
+
+
 def _one_element(model: torch.nn.Module) -> None:
     model.model.embed_tokens.weight.data[:, 3] += 2.0
 
@@ -45,7 +51,8 @@ def _to_double_and_back(model: torch.nn.Module) -> None:
     model.to(torch.float64).to(torch.float32)
 
 
-CHANGES = [_scale, _scale_behind_autograd, _one_element, _load, _new_parameter, _to_double_and_back]
+CHANGES = [_scale, _scale_behind_autograd, _scale_beside_a_counted_write, _one_element, _load]
+CHANGES += [_new_parameter, _to_double_and_back]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))

@@ -1059,28 +1059,29 @@ class ForwardHook:
             return
         self.retract()
         with self._lock:
-            same = self.identity.same(model)
-            if not (same and self.proof.read()):
-                self._reread(model, same=same)
+            if not self.identity.same(model):
+                self._reread(model, anew=False)
+            if not self.proof.read():
+                self._reread(model, anew=True)
             if private and self.identity.foreign and not self.identity.compiled:
                 self._try(model)
             if self._problem:
                 raise UnsupportedModelError(self._problem, "Use the model without FlowKV")
 
-    def _reread(self, model: torch.nn.Module, *, same: bool) -> None:
+    def _reread(self, model: torch.nn.Module, *, anew: bool) -> None:
         self._problem, self.names.placeholders = "", Names(model).placeholders
         drop_unproven(self.kv)  # the model may have changed between the forwards of a page
         try:
             moved = self.identity.moved(model)
             if moved:
                 self.plan = self.planned()
-            changed = self.identity.read(model, anew=same)
+            changed = self.identity.read(model, anew=anew)
         except UnsupportedModelError as error:
             self._problem = error.problem
             return
         # The time of an uncounted write is unknown, and after a counted one earlier uncounted
         # writes cannot be found any more: in both cases all unproven pages are dropped.
-        if same or self.identity.weights_changed:
+        if anew or self.identity.weights_changed:
             self.proof.reject()
         if changed:
             self._rename()

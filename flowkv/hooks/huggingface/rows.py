@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -114,7 +114,7 @@ class Rows:
     __slots__ = tuple(
         """kv seqs base layers trusted pid turn total new updated forwards step wants_weights blind
         by_column prefilling uneven lengths restoring lost pads shifts most_pad views
-        _last taken thinning noted _index _notes _agrees _one _left _known _next_full
+        _last taken thinning noted _index _notes _agrees _mask _one _left _known _next_full
         __weakref__""".split()
     )
 
@@ -143,6 +143,7 @@ class Rows:
         self._last: Step | None = None
         self._index: torch.Tensor | None = None
         self._agrees: Later | None = None
+        self._mask: Any = None
         self._notes: list[tuple[int, Later]] = []
         self.noted = base
         self.shifts = np.zeros(len(self.seqs), np.int64)
@@ -395,24 +396,35 @@ class Rows:
                 seq.publishable = False
 
     def agree(self) -> bool:
-        """Return whether the recorded mask is the padding; stop publishing if not."""
+        """Return whether the recorded mask is the padding; stop publishing if not.
+
+        Raises:
+            StateError: It shows padding.
+        """
         later, self._agrees = self._agrees, None
-        same = None if later is None else later.result()[2]
-        agrees = same is None or bool(same.numpy())
-        if not agrees:
-            self.disable_publishing()
-        return agrees
+        if later is None or later.result()[2]:
+            return True
+        self.disable_publishing()
+        check_padding(self, self._mask)
+        return False
 
     def padded_by(self, mask: torch.Tensor | None, columns: int) -> bool:
-        """Return whether a 2D mask (1 = token) of `columns` columns is the rows' left padding."""
-        return bool(self.compare(mask, columns))
+        """Return whether a 2D mask (1 = token) of `columns` columns is the rows' left padding.
+
+        Raises:
+            StateError: It shows padding.
+        """
+        same = bool(self.compare(mask, columns))
+        if not same:
+            check_padding(self, mask)
+        return same
 
     def compare(self, mask: torch.Tensor | None, columns: int) -> torch.Tensor | bool:
         """Return the result of `padded_by`, as a tensor where the mask's device computes it."""
-        if mask is None:
-            return True
         if not isinstance(mask, torch.Tensor) or mask.shape != (len(self.seqs), columns):
-            return False
+            check_padding(self, mask)
+            return mask is None
+        self._mask = mask  # for `agree`
         left = self._left
         if left is None or left.shape[1] < columns or left.device != mask.device:
             every = torch.arange(2 * columns, device=mask.device)
@@ -593,7 +605,7 @@ def without_known(rows: Rows, call: ForwardCall) -> tuple[ForwardCall, bool]:
         The forward, and whether it was given the whole prompt.
 
     Raises:
-        StateError: The mask shows padding, or the cache lost columns that the tokens continue.
+        StateError: The cache lost columns that the tokens continue.
     """
     whole = _passed_again(rows, call)
     if rows.lost and not whole and not _noticed(rows, call):
@@ -601,7 +613,6 @@ def without_known(rows: Rows, call: ForwardCall) -> tuple[ForwardCall, bool]:
     rows.lost = 0
     if whole:
         call = ForwardCall(call.names, call.skip(rows.base))
-    _check_padding(rows, call)
     return call, whole
 
 
@@ -633,24 +644,29 @@ def _noticed(rows: Rows, call: ForwardCall) -> bool:
     return goes_on(rows, ids, rows.base) and not goes_on(rows, ids, rows.told)
 
 
-def _check_padding(rows: Rows, call: ForwardCall) -> None:
-    """Check that the mask of a cache's first forward shows none of its padding columns.
+def check_padding(rows: Rows, mask: Any) -> None:
+    """Check that the mask of a forward hides the padding, of which pages hold no K and V.
 
     Raises:
         StateError: The mask shows padding.
     """
-    if rows.forwards or not rows.most_pad:
-        return
-    mask, width = call.mask, rows.most_pad
-    shown = mask is None
-    if isinstance(mask, torch.Tensor) and mask.shape == (len(rows.seqs), rows.base + call.columns):
-        padding = torch.arange(width, device="cpu") < torch.from_numpy(rows.pads)[:, None]
-        shown = bool((mask[:, :width].cpu().bool() & padding[:, : mask.shape[1]]).any())
-    if shown:
+    if rows.most_pad and _shows(mask, np.arange(rows.most_pad) < rows.pads[:, None]):
         raise StateError(
             "the mask shows tokens that are padding to this cache",
-            "Give kv.cache(...) and the model the same prompt and the same mask",
+            "Give the model a mask that hides them, as the forwards before or kv.cache(...) had",
         )
+
+
+def _shows(mask: Any, padding: NDArray[np.bool_]) -> bool:
+    """Return whether a mask, one of several or none, shows any of the padding `[B, n]`."""
+    if isinstance(mask, Mapping):
+        return any(_shows(part, padding) for part in mask.values())
+    if not isinstance(mask, torch.Tensor):
+        return mask is None
+    seen = mask[..., : padding.shape[1]].cpu()
+    if seen.dim() == 4:
+        seen = (seen if seen.dtype is torch.bool else seen > -1e4).any(2).any(1)
+    return bool((seen.bool().numpy() & padding[:, : seen.shape[-1]]).any())
 
 
 def _passed_again(rows: Rows, call: ForwardCall) -> bool:
