@@ -103,6 +103,7 @@ def test_a_model_has_words_for_nearly_all_that_is_watched() -> None:
     assert not words.SUPPORTED or covered > 20 * apart
 
 
+@pytest.mark.skipif(not words.SUPPORTED, reason="Python counts no changes of dicts from 3.13 on")
 def test_what_changes_during_a_comparison_is_seen_next(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.causal("llama")
     walk = Identity(model)._walk
