@@ -450,6 +450,7 @@ class Ending:
         self.begin(end_s)
         self.write(end_s)
         for tier in self._owning(directory):
+            self._store.stack.troubles[tier.name] = ""  # no reason for a warning
             tier.cede(max(end_s - _now_s(), 0.0))
 
     def owns(self, directory: str) -> bool:

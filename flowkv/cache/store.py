@@ -209,6 +209,9 @@ class WriteBack:
             self.give_up_late()
         if stack.unwritten:
             self._write_out()
+        for lane in stack.mover.lanes:
+            if lane.stored_bytes and not lane.tier.writable:
+                stack.troubles.setdefault(lane.tier.name, "its directory was moved or removed")
         if stack.troubles:
             self._say_troubles()
         return handled

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import subprocess
 import sys
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,19 @@ def test_a_disk_that_cannot_store_is_said_once_and_counted(reason: str) -> None:
     published(kv, list(range(200, 240)))
     tier.work()
     assert kv.flush()
+    kv.close()
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, lambda path: path.rename(f"{path}-moved")])
+def test_a_directory_that_is_gone_is_said(change: Callable[[Path], Any], tmp_path: Path) -> None:
+    kv = make_kv(simple(), tiers=[f"disk:{tmp_path / 'kv'}:64MiB"], namespace="model")
+    published(kv, list(range(40)))
+    assert kv.flush()
+    change(tmp_path / "kv")
+    with pytest.warns(UserWarning, match="kv stores no page now .its directory was moved or re"):
+        published(kv, list(range(100, 140)))
+        kv.flush()
+    assert opened(kv, [*range(100, 140), 1]).reused == 40
     kv.close()
 
 

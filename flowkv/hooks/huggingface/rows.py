@@ -402,7 +402,8 @@ class Rows:
             StateError: It shows padding.
         """
         later, self._agrees = self._agrees, None
-        if later is None or later.result()[2]:
+        same = None if later is None else later.result()[2]
+        if same is None or bool(same.numpy()):
             return True
         self.disable_publishing()
         check_padding(self, self._mask)
