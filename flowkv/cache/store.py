@@ -210,7 +210,8 @@ class WriteBack:
         if stack.unwritten:
             self._write_out()
         for lane in stack.mover.lanes:
-            if lane.stored_bytes and not lane.tier.writable:
+            place = getattr(getattr(lane.tier, "inner", lane.tier), "path", os.sep)
+            if lane.stored_bytes and not (lane.tier.writable or os.path.exists(place)):
                 stack.troubles.setdefault(lane.tier.name, "its directory was moved or removed")
         if stack.troubles:
             self._say_troubles()
