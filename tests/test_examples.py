@@ -90,7 +90,7 @@ def test_chat(tmp_path: Path) -> None:
     assert counts(first)[1] == 0, first
     tokens, remembered = counts(second)[:2]
     assert tokens == len(f"{said_so_far}\n    def pop(self):\n".encode())
-    assert 512 <= remembered < tokens, second
+    assert 256 <= remembered < tokens, second  # a slow disk has some computed
     assert (tmp_path / "chat.txt").read_text().startswith(said_so_far)
 
 
