@@ -315,13 +315,8 @@ def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes | memoryv
     if block.page >= 0 and not block.gone:
         content = store.pool(block.group).page_bytes(block.page, store.size(block))
         return store.forms[block.group].describe([block])[0], content.cpu().numpy().tobytes()
-    for number in range(len(store.stack.tiers)):
-        holds = block.tiers >> number & 1 or block.tier == number
-        if holds and not block.gone:
-            found = store.stack.load(block, number)
-            if found is not None:
-                return found
-    return None
+    found = store.stack.load_nearest(block)
+    return found and found[1:]
 
 
 def read(
@@ -625,7 +620,7 @@ class Bundles:
         """Load pieces, each from the nearest tier that has it; return False if one is missing."""
         with self.guard:
             for number in range(len(self.store.stack.tiers) if pieces else 0):
-                here = [p for p in pieces if self._holds(p.block, number)]
+                here = [p for p in pieces if self.store.stack.serves(p.block, number)]
                 wanted = [
                     Load(p.block.key, p.target, BUNDLE_LAYOUT, 0, p.first, p.stripes) for p in here
                 ]
@@ -640,11 +635,6 @@ class Bundles:
                 if lent:  # a late tier may still write to the targets, which another tier's bytes
                     return False  # would share: give the whole load up
             return not pieces
-
-    def _holds(self, block: Block, number: int) -> bool:
-        if block.tiers >> number & 1:
-            return self.store.stack.mover.lanes[number].answering
-        return block.tier == number
 
     # ---- names
 

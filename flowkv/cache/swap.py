@@ -553,17 +553,16 @@ class Snapshots:
 
     def _load(self, block: Block) -> tuple[dict[str, Any] | None, str]:
         """Load a state; return its values and the name of the tier, or (None, "")."""
-        for number, tier in enumerate(self.store.stack.tiers):
-            if block.tiers >> number & 1:
-                found = self.store.stack.load(block, number)
-                if found is not None:
-                    block.fidelity = found[0].fidelity  # copies on other tiers may differ
-                    try:
-                        return decode_state(found[1]), tier.name
-                    except StoreError:
-                        self.store.forget(block)
-                        return None, ""
-        return None, ""
+        found = self.store.stack.load_nearest(block)
+        if found is None:
+            return None, ""
+        number, info, body = found
+        block.fidelity = info.fidelity  # copies on other tiers may differ
+        try:
+            return decode_state(body), self.store.stack.tiers[number].name
+        except StoreError:
+            self.store.forget(block)
+            return None, ""
 
     def _attach_tail(self, seq: Sequence, length: int, values: dict[str, Any]) -> bool:
         """Put the tokens behind the last full page in place; return False if they do not fit."""

@@ -734,6 +734,19 @@ class TierStack:
                         if block.tiers >> number & 1:
                             yield ReadFrom(number, codec, codec == codecs[-1])
 
+    def load_nearest(self, block: Block) -> tuple[int, FrameInfo, memoryview] | None:
+        """Load a block from the nearest tier that serves it, or is storing it; also its number."""
+        for number in range(len(self.tiers)):
+            found = None if block.gone else self.load(block, number)
+            if found is not None:
+                return number, *found
+        return None
+
+    def serves(self, block: Block, number: int) -> bool:
+        """Return whether a tier has a block and answers, or is storing the block."""
+        lane = self.mover.lanes[number]
+        return block.key in lane.bodies or bool(block.tiers >> number & 1 and lane.answering)
+
     def load(self, block: Block, number: int) -> tuple[FrameInfo, memoryview] | None:
         """Load and verify a block from one tier, into fresh memory.
 
@@ -744,7 +757,7 @@ class TierStack:
         Returns:
             The frame's header and its body; None if the tier cannot serve the block now.
         """
-        if not self.mover.lanes[number].answering:
+        if not self.serves(block, number):
             return None
         wished = [BUNDLE_LAYOUT if block.kind == "weights" else LAYOUT]
         if block.kind == "state" and block.group < len(self.forms):

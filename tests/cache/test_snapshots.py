@@ -27,7 +27,7 @@ from tests.cache.toy import (
     published,
     simple,
 )
-from tests.inside import Faults, HostTier, Late, StatePlacement, encode_state
+from tests.inside import Faults, HostTier, Late, ManualClock, StatePlacement, encode_state
 from tests.inside import kv_plan as plan
 
 TEXT = list(range(60))
@@ -165,6 +165,21 @@ def test_states_are_written_near_and_where_they_last() -> None:
         any(header.info.kind == "state" for header, _ in tier.frames.values())
         for tier in (near, disk)
     )
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_a_state_is_read_while_a_slow_tier_stores_it(rests: bool, tmp_path: Path) -> None:
+    clock = ManualClock()
+    slow = FlakyTier(lasting(), 0, Faults(latency_s=1e3), clock)
+    kv = make_kv(tiers=[slow])
+    talk(kv, TEXT[:11])
+    (state,) = [block for block in kv.planner.store.index if block.kind == "state"]
+    if rests:
+        kv.planner.store.stack.mover.lanes[0].rest(1e3)
+    assert not state.tiers and kv.export(tmp_path / "kv", TEXT).missing == 0
+    assert check(kv, TEXT[:40]) == 11
+    clock.advance(s=1e3)
+    kv.flush()
 
 
 def test_pages_that_are_gone_take_the_state_along() -> None:
