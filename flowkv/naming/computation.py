@@ -652,7 +652,7 @@ class Walk:
             return known
         home = str(function.__globals__.get("__name__"))
         library = _genuine(function)
-        label = self._label(f"<{home}.{function.__code__.co_qualname}>", function)
+        label = self._label(f"<{home}.{_filed(function.__code__, home).co_qualname}>", function)
         self._watch_all(_CODE, function)
         if function.__kwdefaults__ is not None:
             self._watch_mapping(function.__kwdefaults__)
@@ -1114,6 +1114,15 @@ _GENUINE: dict[int, types.CodeType] = {}
 """Code that agrees with its file, by id; kept alive, so that ids stay unique."""
 
 
+def _filed(code: types.CodeType, home: str) -> types.CodeType:
+    """Return code with its names in its file; torch's decorators rename theirs from 2.15 on."""
+    if home == "torch.utils._contextlib":
+        for each in itertools.chain(*_codes_of(home).values()):
+            if each.replace(co_name=code.co_name, co_qualname=code.co_qualname) == code:
+                return each
+    return code
+
+
 def _genuine(function: types.FunctionType) -> bool:
     """Return whether a function is a library's or Python's, with the code in its file."""
     space: Any = function.__globals__
@@ -1124,7 +1133,8 @@ def _genuine(function: types.FunctionType) -> bool:
     code = function.__code__
     if _GENUINE.get(id(code)) is code:
         return True
-    if code not in _codes_of(home).get(code.co_qualname, ()):
+    filed = _filed(code, home)
+    if filed not in _codes_of(home).get(filed.co_qualname, ()):
         return False
     _GENUINE[id(code)] = code
     return True
