@@ -1114,11 +1114,18 @@ _GENUINE: dict[int, types.CodeType] = {}
 """Code that agrees with its file, by id; kept alive, so that ids stay unique."""
 
 
+_NAMELESS = operator.attrgetter(
+    *"""co_code co_consts co_names co_varnames co_cellvars co_freevars co_flags co_argcount
+    co_posonlyargcount co_kwonlyargcount co_exceptiontable co_firstlineno""".split()
+)
+"""All that code computes with, and its place in its file."""
+
+
 def _filed(code: types.CodeType, home: str) -> types.CodeType:
     """Return code with its names in its file; torch's decorators rename theirs from 2.15 on."""
     if home == "torch.utils._contextlib":
         for each in itertools.chain(*_codes_of(home).values()):
-            if each.replace(co_name=code.co_name, co_qualname=code.co_qualname) == code:
+            if _NAMELESS(each) == _NAMELESS(code):
                 return each
     return code
 
