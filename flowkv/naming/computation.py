@@ -1116,9 +1116,8 @@ _NAMELESS = operator.attrgetter("co_code", "co_consts", "co_names", "co_freevars
 
 def _filed(code: types.CodeType, home: str) -> types.CodeType:
     """Return code with its names in its file; torch's decorators rename theirs from 2.15 on."""
-    renamed = _codes_of(home) if home == "torch.utils._contextlib" else {}
-    every = itertools.chain(*renamed.values())
-    return next((one for one in every if _NAMELESS(one) == _NAMELESS(code)), code)
+    every = _codes_of(home).values() if home == "torch.utils._contextlib" else ()
+    return next((x for x in itertools.chain(*every) if _NAMELESS(x) == _NAMELESS(code)), code)
 
 
 def _genuine(function: types.FunctionType) -> bool:
