@@ -652,7 +652,7 @@ class Walk:
             return known
         home = str(function.__globals__.get("__name__"))
         library = _genuine(function)
-        label = self._label(f"<{home}.{function.__code__.co_qualname}>", function)
+        label = self._label(f"<{home}.{_filed(function.__code__, home).co_qualname}>", function)
         self._watch_all(_CODE, function)
         if function.__kwdefaults__ is not None:
             self._watch_mapping(function.__kwdefaults__)
@@ -922,8 +922,7 @@ class Walk:
     def _environment(self, model: torch.nn.Module) -> None:
         self.leaves["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
         self._roots.add("torch")
-        for name, value in switches()[:-1]:
-            self.leaves[f"torch/{name}"] = str(value)
+        self.leaves |= {f"torch/{name}": str(value) for name, value in switches()[:-1]}
         self._watch_one(operator.call, switches)
         if parametrize._cache_enabled:
             self._reject("torch.nn.utils.parametrize.cached()", "it may keep old weights")
@@ -945,8 +944,7 @@ class Walk:
         named = [n for n in every if n in self._names or n.startswith("__")]
         for name in sorted(set(named) - _CLASS_ITEMS):
             own = _TENSOR.get(name) is every[name] and _root(every[name]) in ("torch", "builtins")
-            if not own and isinstance(every[name], types.FunctionType):
-                own = _genuine(every[name])
+            own |= isinstance(every[name], types.FunctionType) and _genuine(every[name])
             if not own:
                 self._reject(f"torch.Tensor.{name}", "patched")
             self._watch_names(torch.Tensor, [name])
@@ -1101,17 +1099,25 @@ def _released_name(module: str) -> bool:
 def _codes_of(module: str) -> Mapping[str, tuple[types.CodeType, ...]]:
     """Return the code of a library's file by qualified name, read anew by its loader."""
     found: dict[str, tuple[types.CodeType, ...]] = {}
-    try:
+    with contextlib.suppress(Exception):  # the module has no file, or one without code
         loader: Any = sys.modules[module].__spec__.loader  # type: ignore[union-attr]
         for code in codes(loader.get_code(module)):
             found[code.co_qualname] = (*found.get(code.co_qualname, ()), code)
-    except Exception:  # the module has no file, or one without code
-        return {}
     return found
 
 
 _GENUINE: dict[int, types.CodeType] = {}
 """Code that agrees with its file, by id; kept alive, so that ids stay unique."""
+
+
+_NAMELESS = operator.attrgetter("co_code", "co_consts", "co_names", "co_freevars", "co_flags")
+"""What code computes with."""
+
+
+def _filed(code: types.CodeType, home: str) -> types.CodeType:
+    """Return code with its names in its file; torch's decorators rename theirs from 2.15 on."""
+    every = _codes_of(home).values() if home == "torch.utils._contextlib" else ()
+    return next((x for x in itertools.chain(*every) if _NAMELESS(x) == _NAMELESS(code)), code)
 
 
 def _genuine(function: types.FunctionType) -> bool:
@@ -1121,12 +1127,11 @@ def _genuine(function: types.FunctionType) -> bool:
     module = sys.modules.get(home)
     if module is None or vars(module) is not space or not _released_name(home):
         return False
-    code = function.__code__
-    if _GENUINE.get(id(code)) is code:
-        return True
-    if code not in _codes_of(home).get(code.co_qualname, ()):
-        return False
-    _GENUINE[id(code)] = code
+    code = _filed(function.__code__, home)
+    if _GENUINE.get(id(code)) is not code:
+        if code not in _codes_of(home).get(code.co_qualname, ()):
+            return False
+        _GENUINE[id(code)] = code
     return True
 
 

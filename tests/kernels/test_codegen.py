@@ -24,6 +24,8 @@ EXACT = {"prefill-fp32"}  # float32 is multiplied exactly, out of registers that
 WORSE = triton.__version__.startswith("3.8.")  # longer code, up to 18 spills
 SLACK = 1.25 if WORSE else 1.1
 OVER = {  # instructions an element, and spills, above the budgets
+    "sm_90 checksum": (0, 2),  # by Triton 3.9, as on sm_100
+    "sm_100 checksum": (0, 2),
     "sm_80 decode-kv4c-p64": (3.5, 0),
     "sm_80 decode-kv4c-p256": (2.6, 0),
     "sm_80 decode-kv4h-d64": (4.1, 0),
@@ -94,7 +96,7 @@ def fits_amd(row: dict[str, Any]) -> None:
     assert 0 < row["regs"] <= 512 and row["shared_bytes"] <= SHARED_BYTES["gfx942"], where
     assert row["spills"] == 0 or row["kernel"] != "digest_kernel", where
     if row["case"] in ("decode", "prefill") and row["kernel"].startswith("attend"):
-        assert row["spills"] == 0 and row["mma"], where
+        assert row["local_bytes"] == 0 and row["mma"], where
 
 
 PARTS = 3

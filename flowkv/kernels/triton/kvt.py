@@ -179,7 +179,7 @@ def symbols_kernel(p_data, p_parts, p_pages, p_chunks, p_axes, p_slots, p_coarse
             m_escape = ((b_e & 32) != 0) & m
             m_one = (b_y < 65536) & m
             limit = tl.where(m_one, 1, 65536).to(tl.uint32) << shift.to(tl.uint32)
-            m_two = m & (b_y < limit) & (shift > 0) & ((b_e & 32) == 0)
+            m_two = m & (b_y < limit) & ((b_e & 32) < shift.to(tl.uint32))
             b_count = m_one.to(tl.int32) + m_two.to(tl.int32) + (m_escape.to(tl.int32) << 8)
             b_sum = tl.cumsum(b_count, 1)
             o_w = b_next[:, None] + ((b_sum - b_count) & 255)
