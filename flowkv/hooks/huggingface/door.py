@@ -481,7 +481,7 @@ class ForwardHook:
         if problem:
             return self._pass(cache, given, problem)
         assert pads is not None
-        if call.given.get("output_hidden_states"):
+        if call.asks("output_hidden_states"):
             warn(
                 self.kv,
                 "hidden states",
@@ -965,7 +965,7 @@ class ForwardHook:
         if rows.taken and not all(place.in_pages for place in self.plan.placed.values()):
             self.kv.graphed["eager"] = "the model computes with keys and values itself"
         asked = False in (given.get("return_dict"), given.get("use_cache"))
-        asked = asked or any(map(given.get, ("output_hidden_states", "output_router_logits")))
+        asked = asked or call.asks("output_hidden_states", "output_router_logits")
         places = call.positions
         return not (
             not last
@@ -1069,7 +1069,8 @@ class ForwardHook:
                 raise UnsupportedModelError(self._problem, "Use the model without FlowKV")
 
     def _reread(self, model: torch.nn.Module, *, anew: bool) -> None:
-        self._problem, self.names.placeholders = "", Names(model).placeholders
+        self._problem, fresh = "", Names(model)
+        self.names.placeholders, self.names.configs = fresh.placeholders, fresh.configs
         drop_unproven(self.kv)  # the model may have changed between the forwards of a page
         try:
             moved = self.identity.moved(model)
