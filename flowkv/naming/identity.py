@@ -99,12 +99,14 @@ class Identity:
             UnsupportedModelError: The model holds an object that cannot be inspected.
         """
         try:
-            return self._read(model, anew=anew or self._steps != _STEPS[0])
+            changed = self._read(model, anew=anew or self._steps != _STEPS[0])
         except Exception as error:  # attributes of any class may raise anything
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be named ({type(error).__name__}: {error})",
                 "Use the model without FlowKV, or remove that from it",
             ) from error
+        self._planned = self._places
+        return changed
 
     def _read(self, model: Any, *, anew: bool) -> bool:
         if anew:
@@ -176,9 +178,10 @@ class Identity:
         if self.same(model):
             return True
         name, before, tensors = self.namespace, self._walk.leaves, self._walk.tensors
-        weights = self.weights
+        weights, planned = self.weights, self._planned
         written = {p for p, t in tensors.items() if not weights.counted(t)}
         self.read(model)
+        self._planned = planned
         now, other = self._walk.leaves, self._walk.tensors
         found = written | {p for p in before.keys() | now.keys() if before.get(p) != now.get(p)}
         found |= {p for p in tensors.keys() & other.keys() if tensors[p] is not other[p]}
@@ -187,6 +190,7 @@ class Identity:
         if self._revision:
             self._moved |= {path.partition("[")[0] for path in found}  # a list may grow
             self.read(model)
+            self._planned = planned
         elif blame and not self._moving:
             self._moving = f"{min(found, default='its tensors')}: changed during a forward"
         return False
@@ -251,8 +255,8 @@ class Identity:
                 return True
 
     def moved(self, model: torch.nn.Module) -> bool:
-        """Return whether the model has other dtypes or devices than when it was named."""
-        return _places(model) != self._places
+        """Return whether the model has other dtypes or devices than when it was planned."""
+        return _places(model) != self._planned
 
     def _forget(self) -> None:
         self.weights.forget()

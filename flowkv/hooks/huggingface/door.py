@@ -97,7 +97,7 @@ class ForwardHook:
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
         graphs _answers
         _attends _reads _verdicts _alike _types _caches _inside _leaving _problem _names_used
-        _doubted _handles _naming __weakref__""".split()
+        _doubted _handles _naming _untried __weakref__""".split()
     )
 
     captures = True  # these hooks work with steps that are captured as graphs
@@ -113,6 +113,7 @@ class ForwardHook:
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
         self._names_used, self._doubted, self._naming = {kv.namespace}, False, False
+        self._untried = False  # it was named anew within or behind a forward
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
         self._alike = dict[tuple[bytes, int], Alike]()
@@ -1059,7 +1060,7 @@ class ForwardHook:
             return
         self.retract()
         with self._lock:
-            if not self.identity.same(model):
+            if self._untried or not self.identity.same(model):
                 self._reread(model, anew=False)
             if not self.proof.read():
                 self._reread(model, anew=True)
@@ -1076,7 +1077,8 @@ class ForwardHook:
             moved = self.identity.moved(model)
             if moved:
                 self.plan = self.planned()
-            changed = self.identity.read(model, anew=anew)
+            changed = self.identity.read(model, anew=anew) or self._untried
+            self._untried = False
         except UnsupportedModelError as error:
             self._problem = error.problem
             return
@@ -1178,6 +1180,7 @@ class ForwardHook:
                 blame = rows is None or not rows.forwards or bool(self.identity.own)
                 kept = self.identity.kept(model, blame=blame)
                 self._doubted |= not kept and bool(self.identity.foreign)
+                self._untried |= not kept
                 if not kept and not self.kv.closed:
                     self._rename()
             except UnsupportedModelError as error:
