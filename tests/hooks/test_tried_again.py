@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -140,6 +140,22 @@ def _ahead(model: Any) -> None:
     for name, module in model.named_modules():
         if name.endswith("self_attn"):
             module.is_causal = False
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
+@pytest.mark.parametrize("part", ["settle", "probe", "name_pages"])
+def test_a_trial_that_is_interrupted(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = models.short(), models.prompt(60)
+    prompts = [ids, ids.where(torch.arange(60) < 48, 7)]
+    with attached(model):
+        forward(model, ids)
+        _ahead(model)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(doors, part, Mock(side_effect=KeyboardInterrupt))
+            forward(model, ids)
+        ours = [forward(model, ids) for ids in prompts]
+    theirs = [forward(model, ids) for ids in prompts]
+    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:FlowKV leaves this call")

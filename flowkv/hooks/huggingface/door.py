@@ -113,7 +113,7 @@ class ForwardHook:
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
         self._names_used, self._doubted, self._naming = {kv.namespace}, False, False
-        self._untried = False  # it was named anew within or behind a forward
+        self._untried = False  # it was named anew behind a forward, or its trial has not ended
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
         self._alike = dict[tuple[bytes, int], Alike]()
@@ -1073,23 +1073,24 @@ class ForwardHook:
         self._problem, fresh = "", Names(model)
         self.names.placeholders, self.names.configs = fresh.placeholders, fresh.configs
         drop_unproven(self.kv)  # the model may have changed between the forwards of a page
+        untried, self._untried = self._untried, True  # until nothing can interrupt it any more
         try:
             moved = self.identity.moved(model)
             if moved:
                 self.plan = self.planned()
-            changed = self.identity.read(model, anew=anew) or self._untried
-            self._untried = False
+            changed = self.identity.read(model, anew=anew) or untried
         except UnsupportedModelError as error:
             self._problem = error.problem
             return
         # The time of an uncounted write is unknown, and after a counted one earlier uncounted
         # writes cannot be found any more: in both cases all unproven pages are dropped.
-        if anew or self.identity.weights_changed:
+        if anew or untried or self.identity.weights_changed:
             self.proof.reject()
         if changed:
             self._rename()
         if (changed or moved) and not (self.identity.compiled or self.identity.foreign):
             self._try(model)
+        self._untried = False
 
     def tried(self) -> None:
         """Record that the model was tested as it is now, and is served as planned."""
