@@ -136,6 +136,15 @@ def test_an_edit_is_tried_once_and_an_amount_never(monkeypatch: pytest.MonkeyPat
         assert reused(kv) == 7 * 48
 
 
+@pytest.mark.filterwarnings("ignore:FlowKV computes prompts whose hidden states")
+def test_a_trial_leaves_the_hooks_of_hidden_states_installed() -> None:
+    model, ids = models.short(), models.prompt(40)
+    with attached(model):
+        model.config.output_hidden_states = True
+        forward(model.double(), ids)
+        assert len(model(ids).hidden_states) == 3
+
+
 def _ahead(model: Any) -> None:
     for name, module in model.named_modules():
         if name.endswith("self_attn"):

@@ -51,7 +51,13 @@ from flowkv.hooks.huggingface.rows import (
     refuse_lost,
     without_known,
 )
-from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
+from flowkv.hooks.huggingface.versions import (
+    CAPTURES,
+    PREFILL,
+    DynamicCache,
+    EncoderDecoderCache,
+    captured,
+)
 from flowkv.naming.identity import TRACED, TRANSFORM, Identity, Proof, drawn, modes, transformed
 from flowkv.policy.sparsify import Sparsifier
 
@@ -1266,7 +1272,8 @@ def unwritten(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for held, kept in before:
             for name in [name for name in held.keys() if name not in kept]:  # noqa: SIM118 - scripted buffers do not iterate
-                del held[name]
+                if name != CAPTURES:  # its hooks stay, too
+                    del held[name]
             for name, value in kept.items():
                 if name not in held or held[name] is not value:  # scripted buffers cannot `update`
                     held[name] = value
