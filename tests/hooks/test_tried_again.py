@@ -142,7 +142,7 @@ def test_a_trial_leaves_the_hooks_of_hidden_states_installed() -> None:
     with attached(model):
         model.config.output_hidden_states = True
         forward(model.double(), ids)
-        assert len(model(ids).hidden_states) == 3
+        assert len(model(ids, use_cache=False).hidden_states) == 3
 
 
 def _ahead(model: Any) -> None:
