@@ -99,14 +99,12 @@ class Identity:
             UnsupportedModelError: The model holds an object that cannot be inspected.
         """
         try:
-            changed = self._read(model, anew=anew or self._steps != _STEPS[0])
+            return self._read(model, anew=anew or self._steps != _STEPS[0])
         except Exception as error:  # attributes of any class may raise anything
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be named ({type(error).__name__}: {error})",
                 "Use the model without FlowKV, or remove that from it",
             ) from error
-        self._planned = self._places
-        return changed
 
     def _read(self, model: Any, *, anew: bool) -> bool:
         if anew:
@@ -127,7 +125,7 @@ class Identity:
         weights = self.weights.read(walk.tensors)
         self.n_bytes = self.weights.n_bytes
         self._first_weights = self._first_weights or weights
-        self._places = _places(model)
+        self._places = places(model)
         config: Any = getattr(model, "config", None)
         path = str(getattr(config, "_name_or_path", "")) or type(model).__name__
         commit = getattr(config, "_commit_hash", None)
@@ -178,10 +176,8 @@ class Identity:
         if self.same(model):
             return True
         name, before, tensors = self.namespace, self._walk.leaves, self._walk.tensors
-        weights, planned = self.weights, self._planned
-        written = {p for p, t in tensors.items() if not weights.counted(t)}
+        written = {p for p, t in tensors.items() if not self.weights.counted(t)}
         self.read(model)
-        self._planned = planned
         now, other = self._walk.leaves, self._walk.tensors
         found = written | {p for p in before.keys() | now.keys() if before.get(p) != now.get(p)}
         found |= {p for p in tensors.keys() & other.keys() if tensors[p] is not other[p]}
@@ -190,7 +186,6 @@ class Identity:
         if self._revision:
             self._moved |= {path.partition("[")[0] for path in found}  # a list may grow
             self.read(model)
-            self._planned = planned
         elif blame and not self._moving:
             self._moving = f"{min(found, default='its tensors')}: changed during a forward"
         return False
@@ -205,11 +200,6 @@ class Identity:
     def kind(self) -> tuple[Any, ...]:
         """Return a key for test results of the model: its code, settings, dtypes and devices."""
         return self._walk.kind, frozenset(self._places)
-
-    @property
-    def trains(self) -> bool:
-        """Return whether gradients may flow to tensors of the model."""
-        return any(tensor.requires_grad for tensor in self._walk.tensors.values())
 
     @property
     def settled(self) -> bool:
@@ -253,10 +243,6 @@ class Identity:
             ended = self.weights.passes > passes or self.weights.waits
             if ended or time.monotonic() >= end_s:
                 return True
-
-    def moved(self, model: torch.nn.Module) -> bool:
-        """Return whether the model has other dtypes or devices than when it was planned."""
-        return _places(model) != self._planned
 
     def _forget(self) -> None:
         self.weights.forget()
@@ -322,7 +308,8 @@ def _helped(model: torch.nn.Module) -> bool:
     return not all(getattr(each, "captures", False) for each in found)
 
 
-def _places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
+def places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
+    """Return the dtypes and devices of a model's tensors."""
     return {(t.dtype, t.device) for t in (*model.parameters(), *model.buffers())}
 
 

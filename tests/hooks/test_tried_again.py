@@ -141,7 +141,8 @@ def test_a_trial_leaves_the_hooks_of_hidden_states_installed() -> None:
     model, ids = models.short(), models.prompt(40)
     with attached(model):
         model.config.output_hidden_states = True
-        forward(model.double(), ids)
+        model.set_attn_implementation("eager")
+        forward(model, ids)
         assert len(model(ids, use_cache=False).hidden_states) == 3
 
 

@@ -51,14 +51,17 @@ from flowkv.hooks.huggingface.rows import (
     refuse_lost,
     without_known,
 )
-from flowkv.hooks.huggingface.versions import (
-    CAPTURES,
-    PREFILL,
-    DynamicCache,
-    EncoderDecoderCache,
-    captured,
+from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
+from flowkv.naming.identity import (
+    TRACED,
+    TRANSFORM,
+    Identity,
+    Proof,
+    drawn,
+    modes,
+    places,
+    transformed,
 )
-from flowkv.naming.identity import TRACED, TRANSFORM, Identity, Proof, drawn, modes, transformed
 from flowkv.policy.sparsify import Sparsifier
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "_prefill", "forward")
@@ -103,7 +106,7 @@ class ForwardHook:
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
         graphs _answers
         _attends _reads _verdicts _alike _types _caches _inside _leaving _problem _names_used
-        _doubted _handles _naming _untried __weakref__""".split()
+        _doubted _handles _naming _untried _planned __weakref__""".split()
     )
 
     captures = True  # these hooks work with steps that are captured as graphs
@@ -120,6 +123,7 @@ class ForwardHook:
         self.proof.watch()
         self._names_used, self._doubted, self._naming = {kv.namespace}, False, False
         self._untried = False  # it was named anew behind a forward, or its trial has not ended
+        self._planned = places(model)
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
         self._alike = dict[tuple[bytes, int], Alike]()
@@ -253,8 +257,7 @@ class ForwardHook:
             handle.remove()
             self._wait()
         self._handles = []
-        model = self.model
-        if model is not None:
+        if (model := self.model) is not None:
             self._strip(model.__dict__)
         self.graphs = None
 
@@ -484,8 +487,7 @@ class ForwardHook:
         if _GENERATES.get() is self:
             call.keep = max(call.keep, 1)
         pads = None if call.problem else call.pads()
-        problem = self._obstacle(call, pads)
-        if problem:
+        if problem := self._obstacle(call, pads):
             return self._pass(cache, given, problem)
         assert pads is not None
         if call.asks("output_hidden_states"):
@@ -671,8 +673,7 @@ class ForwardHook:
             raise StateError(error.problem, "Call generate without a cache") from error
         call = ForwardCall(self.names, given)
         pads = None if call.problem else call.pads()
-        problem = self._apart(call, pads)
-        if problem or pads is None:
+        if (problem := self._apart(call, pads)) or pads is None:
             raise StateError(f"no cache for this prompt: {problem}", "Call generate without one")
         pressed = isinstance(self.sparsifier, Press)  # the kept tokens get their own pages
         if self._waits(call, pads) and not pressed:
@@ -692,8 +693,7 @@ class ForwardHook:
         if call.positions is None and (counted or not self.plan.from_0):
             return True
         filled = np.isin(call.numbers[0], list(self.names.placeholders.values())).any()
-        more = bool(call.fillers) or bool(filled)
-        return self.names.encoder or not self.names.counts or more
+        return self.names.encoder or not self.names.counts or bool(call.fillers) or bool(filled)
 
     def _admit(self, call: ForwardCall, pads: list[int], limits: ReuseLimits) -> AdmittedRows:
         """Open the rows of a call with their known prefixes, within the limits and the pools."""
@@ -757,8 +757,7 @@ class ForwardHook:
             lines = ((p.dim(), p.shape[:1]) for p in model.parameters())
             suspect = self.identity.suspect or any(n == 3 and k == (rows,) for n, k in lines)
             with self.aside():
-                tried = rows_alike(model, self.names, rows) if suspect else "alike"
-            self._alike[key] = tried
+                self._alike[key] = rows_alike(model, self.names, rows) if suspect else "alike"
         return self._alike[key]
 
     def _odd_tokens(self, call: ForwardCall, base: int = 0) -> str:
@@ -955,11 +954,11 @@ class ForwardHook:
             return True
         with suppress(TypeError):  # an input without a digest
             prompts = call.prompts(pads, by_place=self.alike_rows(call.rows) != "alike")
-            for seq, prompt in zip(rows.seqs, prompts, strict=False):
-                told = {s for s in seq.salts if s.position < len(prompt.tokens)} - {_LONG}
-                if told.symmetric_difference(prompt.salts):
-                    return True
-            return False
+            return any(
+                {s for s in seq.salts if s.position < len(prompt.tokens)} - {_LONG}
+                ^ {*prompt.salts}
+                for seq, prompt in zip(rows.seqs, prompts, strict=False)
+            )
         return True
 
     # ---- captured decode steps
@@ -971,12 +970,12 @@ class ForwardHook:
         last = call.columns == 1 or (alone and call.keep == 1)
         if rows.taken and not all(place.in_pages for place in self.plan.placed.values()):
             self.kv.graphed["eager"] = "the model computes with keys and values itself"
-        asked = False in (given.get("return_dict"), given.get("use_cache"))
-        asked = asked or call.asks("output_hidden_states", "output_router_logits")
+        asked = call.asks("output_hidden_states", "output_router_logits")
         places = call.positions
         return not (
             not last
             or asked
+            or False in (given.get("return_dict"), given.get("use_cache"))
             or rows.taken
             or rows.wants_weights
             or rows.thinning is not None
@@ -1061,8 +1060,7 @@ class ForwardHook:
         Raises:
             UnsupportedModelError: The changed model cannot be served.
         """
-        model = self.model
-        if model is None:
+        if (model := self.model) is None:
             return
         self.retract()
         with self._lock:
@@ -1081,9 +1079,10 @@ class ForwardHook:
         drop_unproven(self.kv)  # the model may have changed between the forwards of a page
         untried, self._untried = self._untried, True  # until nothing can interrupt it any more
         try:
-            moved = self.identity.moved(model)
+            placed = places(model)
+            moved = placed != self._planned
             if moved:
-                self.plan = self.planned()
+                self.plan, self._planned = self.planned(), placed
             changed = self.identity.read(model, anew=anew) or untried
         except UnsupportedModelError as error:
             self._problem = error.problem
@@ -1176,8 +1175,7 @@ class ForwardHook:
 
     def trusted(self, rows: Rows | None = None) -> bool:
         """Return whether the model still has the name under which pages will be published."""
-        model = self.model
-        if model is None or self.identity.foreign:
+        if (model := self.model) is None or self.identity.foreign:
             return False
         if not self.identity.same(model):
             if not self._lock.acquire(blocking=False):  # possibly in a finalizer
@@ -1272,7 +1270,7 @@ def unwritten(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for held, kept in before:
             for name in [name for name in held.keys() if name not in kept]:  # noqa: SIM118 - scripted buffers do not iterate
-                if name != CAPTURES:  # its hooks stay, too
+                if name != "_output_capturing_hooks_installed":  # the hooks stay
                     del held[name]
             for name, value in kept.items():
                 if name not in held or held[name] is not value:  # scripted buffers cannot `update`

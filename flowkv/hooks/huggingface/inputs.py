@@ -546,20 +546,15 @@ class ForwardCall:
     @property
     def skippable(self) -> bool:
         """Return whether the caller needs no result of the tokens that a prefix cache skips."""
-        return (
-            self.keep > 0
-            and not self.wants_weights
-            and not self.asks("output_hidden_states", "output_router_logits")
-        )
+        more = self.wants_weights or self.asks("output_hidden_states", "output_router_logits")
+        return self.keep > 0 and not more
 
     def asks(self, *outputs: str) -> bool:
         """Return whether any of some outputs is wanted, by argument or by configuration."""
-        configs = self.names.configs
         return any(
-            self.given[name]
-            if self.given.get(name) is not None
-            else any(getattr(config, name, False) for config in configs)
+            getattr(config, name, False) if self.given.get(name) is None else self.given[name]
             for name in outputs
+            for config in self.names.configs
         )
 
     def _text_problem(self) -> str:
@@ -741,8 +736,6 @@ class ForwardCall:
     def conditioned(self, options: Mapping[str, Any]) -> bool:
         """Return whether inputs beside token ids are the same as in an earlier forward."""
         mine = self.condition
-        if not mine and not options:
-            return True
         if mine.keys() != options.keys():
             return False
         changed = [name for name in mine if mine[name] is not options[name]]

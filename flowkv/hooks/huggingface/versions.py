@@ -49,9 +49,6 @@ RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_genera
 PREFILL: Any = getattr(GenerationMixin, "_prefill", None)
 """Method in which `generate` runs its first forward; None if a release has none."""
 
-CAPTURES = "_output_capturing_hooks_installed"
-"""Attribute of models with the hooks that record their hidden states."""
-
 _EXPORTERS = "transformers.exporters."
 _STATELESS = ("dummy", "moe", "mlp")  # the latter two up to 5.2x, as empty recurrent layers
 
