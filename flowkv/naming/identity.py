@@ -125,7 +125,7 @@ class Identity:
         weights = self.weights.read(walk.tensors)
         self.n_bytes = self.weights.n_bytes
         self._first_weights = self._first_weights or weights
-        self._places = places(model)
+        self._places = self.places(model)
         config: Any = getattr(model, "config", None)
         path = str(getattr(config, "_name_or_path", "")) or type(model).__name__
         commit = getattr(config, "_commit_hash", None)
@@ -202,6 +202,11 @@ class Identity:
         return self._walk.kind, frozenset(self._places)
 
     @property
+    def trains(self) -> bool:
+        """Return whether gradients may flow to tensors of the model."""
+        return any(tensor.requires_grad for tensor in self._walk.tensors.values())
+
+    @property
     def settled(self) -> bool:
         """Return whether encodings that depend on length are the same as in a fresh model."""
         return self._walk.settled()
@@ -240,9 +245,13 @@ class Identity:
             if not self.weights.roll(part):
                 return False
             part = min(_SLICE_BYTES, least)
-            ended = self.weights.passes > passes or self.weights.waits
-            if ended or time.monotonic() >= end_s:
+            if self.weights.passes > passes or self.weights.waits or time.monotonic() >= end_s:
                 return True
+
+    @staticmethod
+    def places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
+        """Return the dtypes and devices of a model's tensors."""
+        return {(t.dtype, t.device) for t in (*model.parameters(), *model.buffers())}
 
     def _forget(self) -> None:
         self.weights.forget()
@@ -306,11 +315,6 @@ def _helped(model: torch.nn.Module) -> bool:
         found += [getattr(each, "__self__", each) for each in around]
         found += [held[name] for name in ("forward", "_call_impl", "_hf_hook") if name in held]
     return not all(getattr(each, "captures", False) for each in found)
-
-
-def places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
-    """Return the dtypes and devices of a model's tensors."""
-    return {(t.dtype, t.device) for t in (*model.parameters(), *model.buffers())}
 
 
 def _switch(config: Any) -> tuple[int | None, bool]:

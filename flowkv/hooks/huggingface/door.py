@@ -52,16 +52,7 @@ from flowkv.hooks.huggingface.rows import (
     without_known,
 )
 from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
-from flowkv.naming.identity import (
-    TRACED,
-    TRANSFORM,
-    Identity,
-    Proof,
-    drawn,
-    modes,
-    places,
-    transformed,
-)
+from flowkv.naming.identity import TRACED, TRANSFORM, Identity, Proof, drawn, modes, transformed
 from flowkv.policy.sparsify import Sparsifier
 
 _OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__", "compile", "_prefill", "forward")
@@ -123,7 +114,7 @@ class ForwardHook:
         self.proof.watch()
         self._names_used, self._doubted, self._naming = {kv.namespace}, False, False
         self._untried = False  # it was named anew behind a forward, or its trial has not ended
-        self._planned = places(model)
+        self._planned = identity.places(model)
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
         self._alike = dict[tuple[bytes, int], Alike]()
@@ -954,11 +945,11 @@ class ForwardHook:
             return True
         with suppress(TypeError):  # an input without a digest
             prompts = call.prompts(pads, by_place=self.alike_rows(call.rows) != "alike")
-            return any(
-                {s for s in seq.salts if s.position < len(prompt.tokens)} - {_LONG}
-                ^ {*prompt.salts}
-                for seq, prompt in zip(rows.seqs, prompts, strict=False)
-            )
+            for seq, prompt in zip(rows.seqs, prompts, strict=False):
+                told = {s for s in seq.salts if s.position < len(prompt.tokens)} - {_LONG}
+                if told.symmetric_difference(prompt.salts):
+                    return True
+            return False
         return True
 
     # ---- captured decode steps
@@ -1079,8 +1070,7 @@ class ForwardHook:
         drop_unproven(self.kv)  # the model may have changed between the forwards of a page
         untried, self._untried = self._untried, True  # until nothing can interrupt it any more
         try:
-            placed = places(model)
-            moved = placed != self._planned
+            moved = (placed := self.identity.places(model)) != self._planned
             if moved:
                 self.plan, self._planned = self.planned(), placed
             changed = self.identity.read(model, anew=anew) or untried
@@ -1208,11 +1198,10 @@ class ForwardHook:
 
 def _wants_grad(door: ForwardHook, model: Any, given: Mapping[str, Any]) -> bool:
     """Return whether gradients may flow through a forward, if enabled: pages pass none on."""
-    given_ones = (v for v in given.values() if isinstance(v, torch.Tensor))
     return (
         door.identity.suspect  # foreign code may hold parameters of its own
         or any(p.requires_grad for p in model.parameters())
-        or any(v.requires_grad for v in given_ones)
+        or any(isinstance(v, torch.Tensor) and v.requires_grad for v in given.values())
     )
 
 
@@ -1269,9 +1258,9 @@ def unwritten(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for held, kept in before:
-            for name in [name for name in held.keys() if name not in kept]:  # noqa: SIM118 - scripted buffers do not iterate
-                if name != "_output_capturing_hooks_installed":  # the hooks stay
-                    del held[name]
+            # The hooks of this mark stay; scripted buffers do not iterate.
+            for name in {*held.keys()} - {*kept, "_output_capturing_hooks_installed"}:
+                del held[name]
             for name, value in kept.items():
                 if name not in held or held[name] is not value:  # scripted buffers cannot `update`
                     held[name] = value

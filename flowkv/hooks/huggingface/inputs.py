@@ -588,11 +588,9 @@ class ForwardCall:
                 self.types[name] = value
             elif name not in self.names.parameters and name not in _MODAL:
                 return f"attention may read `{name}`, which is no argument of the model"
-            elif self.names.encoder:
-                self.condition[name] = value
-            elif name in _MODAL:
+            elif name in _MODAL and not self.names.encoder:
                 self.modal[name] = value
-            elif _by_column(value, self.columns):
+            elif not self.names.encoder and _by_column(value, self.columns):
                 return f"`{name}` may have a value for every token"
             else:
                 self.condition[name] = value
