@@ -490,6 +490,7 @@ class PagePool:
         return self._slab((page & GRANULE_MASK) // self.slab_granules).granules
 
 
+@torch.inference_mode(False)  # or no later write outside inference mode could reach the pages
 def _arena(device: torch.device, n_bytes: int) -> torch.Tensor:
     if device.type != "cpu":
         return torch.empty(n_bytes, dtype=torch.uint8, device=device)

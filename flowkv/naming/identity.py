@@ -125,7 +125,7 @@ class Identity:
         weights = self.weights.read(walk.tensors)
         self.n_bytes = self.weights.n_bytes
         self._first_weights = self._first_weights or weights
-        self._places = _places(model)
+        self._places = self.places(model)
         config: Any = getattr(model, "config", None)
         path = str(getattr(config, "_name_or_path", "")) or type(model).__name__
         commit = getattr(config, "_commit_hash", None)
@@ -176,8 +176,7 @@ class Identity:
         if self.same(model):
             return True
         name, before, tensors = self.namespace, self._walk.leaves, self._walk.tensors
-        weights = self.weights
-        written = {p for p, t in tensors.items() if not weights.counted(t)}
+        written = {p for p, t in tensors.items() if not self.weights.counted(t)}
         self.read(model)
         now, other = self._walk.leaves, self._walk.tensors
         found = written | {p for p in before.keys() | now.keys() if before.get(p) != now.get(p)}
@@ -246,13 +245,13 @@ class Identity:
             if not self.weights.roll(part):
                 return False
             part = min(_SLICE_BYTES, least)
-            ended = self.weights.passes > passes or self.weights.waits
-            if ended or time.monotonic() >= end_s:
+            if self.weights.passes > passes or self.weights.waits or time.monotonic() >= end_s:
                 return True
 
-    def moved(self, model: torch.nn.Module) -> bool:
-        """Return whether the model has other dtypes or devices than when it was named."""
-        return _places(model) != self._places
+    @staticmethod
+    def places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
+        """Return the dtypes and devices of a model's tensors."""
+        return {(t.dtype, t.device) for t in (*model.parameters(), *model.buffers())}
 
     def _forget(self) -> None:
         self.weights.forget()
@@ -316,10 +315,6 @@ def _helped(model: torch.nn.Module) -> bool:
         found += [getattr(each, "__self__", each) for each in around]
         found += [held[name] for name in ("forward", "_call_impl", "_hf_hook") if name in held]
     return not all(getattr(each, "captures", False) for each in found)
-
-
-def _places(model: torch.nn.Module) -> set[tuple[torch.dtype, torch.device]]:
-    return {(t.dtype, t.device) for t in (*model.parameters(), *model.buffers())}
 
 
 def _switch(config: Any) -> tuple[int | None, bool]:

@@ -964,6 +964,16 @@ class TestInputs:
             assert torch.equal(answer(model, ids), theirs)
             assert reused(kv) == 64
 
+    def test_pages_made_in_inference_mode(self) -> None:
+        model, ids = models.causal("llama").bfloat16(), models.prompt(40)
+        theirs = answer(model, ids)
+        with torch.inference_mode():
+            kv = flowkv.attach(model, gpu="1MiB", page_size=8)  # whose stripes have padding
+        assert torch.equal(answer(model, ids), theirs)
+        assert torch.equal(answer(model, ids), theirs)
+        assert reused(kv) > 0
+        kv.close()
+
 
 class TestWarnings:
     """One each, the first time, wherever nothing can be reused; the answer is the model's own."""

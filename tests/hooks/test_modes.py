@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from tests.fixture_model import load_tiny, stdlib_text
 from tests.hooks import models
-from tests.hooks.compare import assert_same, attached, generate, reused
+from tests.hooks.compare import PAST, assert_same, attached, forward, generate, reused
 
 SUBJECTS = ["tiny", "gemma3", "deepseek_v3", "gpt_oss"]
 
@@ -116,13 +117,32 @@ def test_what_attention_weights_were_asked_of_is_not_shared() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:FlowKV computes prompts whose hidden states")
-def test_hidden_states_are_complete() -> None:
-    model, inputs = subject("tiny"), dict(input_ids=source_text(60), output_hidden_states=True)
-    theirs = generate(model, 4, **inputs)
+@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize("name", ["hidden_states", "router_logits"])
+def test_outputs_of_all_tokens_are_complete(name: str, *, configured: bool) -> None:
+    model, ids, asked = subject("gpt_oss"), source_text(60), {f"output_{name}": True}
+
+    def run() -> list[torch.Size]:
+        how = {PAST: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
+        with torch.no_grad():
+            found = model(ids, torch.ones_like(ids), **how, **({} if configured else asked))
+        return [x.shape for x in found[name]]
+
     with attached(model):
-        generate(model, 4, input_ids=source_text(60))
-        ours = generate(model, 4, **inputs)
-        assert ours.hidden_states[0][0].shape == theirs.hidden_states[0][0].shape
+        forward(model, ids)
+        vars(model.config).update(asked if configured else {})
+        first, again = run(), run()
+    assert first == again == run()
+
+
+@pytest.mark.parametrize("name", ["tiny", "gemma3"])
+def test_tokens_that_see_later_ones(name: str) -> None:
+    model, prompts = subject(name), [source_text(60)] * 2
+    prompts[1] = prompts[1].where(torch.arange(60) < 40, 7)
+    theirs = [forward(model, ids, is_causal=False) for ids in prompts]
+    with attached(model), pytest.warns(UserWarning, match="attention may read `is_causal`"):
+        for ids, wanted in zip(prompts, theirs, strict=True):
+            assert torch.allclose(forward(model, ids, is_causal=False), wanted, atol=1e-3)
 
 
 def test_a_token_that_looks_like_padding_inside_a_prompt() -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 
 import flowkv
 from tests.hooks import models
-from tests.hooks.compare import assert_same, attached, forward, generate, reused
+from tests.hooks.compare import assert_same, attached, filled, forward, generate, reused
 from tests.hooks.tabled import as_library
 from tests.inside import Identity, Weights
 from tests.inside import door as doors
@@ -134,6 +134,57 @@ def test_an_edit_is_tried_once_and_an_amount_never(monkeypatch: pytest.MonkeyPat
             generate(model, 4, input_ids=prompt)
         assert len(tried) == 1
         assert reused(kv) == 7 * 48
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV computes prompts whose hidden states")
+def test_a_trial_leaves_the_hooks_of_hidden_states_installed() -> None:
+    model, ids = models.short(), models.prompt(40)
+    with attached(model):
+        model.config.output_hidden_states = True
+        model.set_attn_implementation("eager")
+        forward(model, ids)
+        assert len(model(ids, use_cache=False).hidden_states) == 3
+
+
+def _ahead(model: Any) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.is_causal = False
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
+@pytest.mark.parametrize("part", ["settle", "probe", "name_pages"])
+def test_a_trial_that_is_interrupted(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = models.short(), models.prompt(60)
+    prompts = [ids, ids.where(torch.arange(60) < 48, 7)]
+    with attached(model):
+        forward(model, ids)
+        _ahead(model)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(doors, part, Mock(side_effect=KeyboardInterrupt))
+            forward(model, ids)
+        ours = [forward(model, ids) for ids in prompts]
+    theirs = [forward(model, ids) for ids in prompts]
+    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:FlowKV leaves this call")
+@pytest.mark.parametrize("edit", [_ahead, torch.nn.Module.double])
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+def test_an_edit_between_a_forward_and_the_release_of_its_cache(
+    name: str, edit: Callable[[Any], Any]
+) -> None:
+    """The release names the model anew, for it saves states."""
+    model = models.causal(name)
+    ids = torch.cat([models.prompt(48), models.prompt(16, 2)], 1)
+    prompts = [ids, ids.where(torch.arange(64) < 48, 7)]
+    with attached(model):
+        held = filled(model, models.prompt(27, 3))
+        edit(model)
+        del held
+        ours = [forward(model, ids) for ids in prompts]
+    theirs = [forward(model, ids) for ids in prompts]
+    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_trial_uses_up_nothing_of_others() -> None:

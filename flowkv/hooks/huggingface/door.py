@@ -97,7 +97,7 @@ class ForwardHook:
         """kv plan identity switch names proof passes sparsifier blending _model _switched _lock
         graphs _answers
         _attends _reads _verdicts _alike _types _caches _inside _leaving _problem _names_used
-        _doubted _handles _naming __weakref__""".split()
+        _doubted _handles _naming _untried _planned __weakref__""".split()
     )
 
     captures = True  # these hooks work with steps that are captured as graphs
@@ -113,6 +113,8 @@ class ForwardHook:
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
         self._names_used, self._doubted, self._naming = {kv.namespace}, False, False
+        self._untried = False  # it was named anew behind a forward, or its trial has not ended
+        self._planned = identity.places(model)
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
         self._alike = dict[tuple[bytes, int], Alike]()
@@ -246,8 +248,7 @@ class ForwardHook:
             handle.remove()
             self._wait()
         self._handles = []
-        model = self.model
-        if model is not None:
+        if (model := self.model) is not None:
             self._strip(model.__dict__)
         self.graphs = None
 
@@ -477,11 +478,10 @@ class ForwardHook:
         if _GENERATES.get() is self:
             call.keep = max(call.keep, 1)
         pads = None if call.problem else call.pads()
-        problem = self._obstacle(call, pads)
-        if problem:
+        if problem := self._obstacle(call, pads):
             return self._pass(cache, given, problem)
         assert pads is not None
-        if call.given.get("output_hidden_states"):
+        if call.asks("output_hidden_states"):
             warn(
                 self.kv,
                 "hidden states",
@@ -664,8 +664,7 @@ class ForwardHook:
             raise StateError(error.problem, "Call generate without a cache") from error
         call = ForwardCall(self.names, given)
         pads = None if call.problem else call.pads()
-        problem = self._apart(call, pads)
-        if problem or pads is None:
+        if (problem := self._apart(call, pads)) or pads is None:
             raise StateError(f"no cache for this prompt: {problem}", "Call generate without one")
         pressed = isinstance(self.sparsifier, Press)  # the kept tokens get their own pages
         if self._waits(call, pads) and not pressed:
@@ -685,8 +684,7 @@ class ForwardHook:
         if call.positions is None and (counted or not self.plan.from_0):
             return True
         filled = np.isin(call.numbers[0], list(self.names.placeholders.values())).any()
-        more = bool(call.fillers) or bool(filled)
-        return self.names.encoder or not self.names.counts or more
+        return self.names.encoder or not self.names.counts or bool(call.fillers) or bool(filled)
 
     def _admit(self, call: ForwardCall, pads: list[int], limits: ReuseLimits) -> AdmittedRows:
         """Open the rows of a call with their known prefixes, within the limits and the pools."""
@@ -750,8 +748,7 @@ class ForwardHook:
             lines = ((p.dim(), p.shape[:1]) for p in model.parameters())
             suspect = self.identity.suspect or any(n == 3 and k == (rows,) for n, k in lines)
             with self.aside():
-                tried = rows_alike(model, self.names, rows) if suspect else "alike"
-            self._alike[key] = tried
+                self._alike[key] = rows_alike(model, self.names, rows) if suspect else "alike"
         return self._alike[key]
 
     def _odd_tokens(self, call: ForwardCall, base: int = 0) -> str:
@@ -964,12 +961,12 @@ class ForwardHook:
         last = call.columns == 1 or (alone and call.keep == 1)
         if rows.taken and not all(place.in_pages for place in self.plan.placed.values()):
             self.kv.graphed["eager"] = "the model computes with keys and values itself"
-        asked = False in (given.get("return_dict"), given.get("use_cache"))
-        asked = asked or any(map(given.get, ("output_hidden_states", "output_router_logits")))
+        asked = call.asks("output_hidden_states", "output_router_logits")
         places = call.positions
         return not (
             not last
             or asked
+            or False in (given.get("return_dict"), given.get("use_cache"))
             or rows.taken
             or rows.wants_weights
             or rows.thinning is not None
@@ -1054,12 +1051,11 @@ class ForwardHook:
         Raises:
             UnsupportedModelError: The changed model cannot be served.
         """
-        model = self.model
-        if model is None:
+        if (model := self.model) is None:
             return
         self.retract()
         with self._lock:
-            if not self.identity.same(model):
+            if self._untried or not self.identity.same(model):
                 self._reread(model, anew=False)
             if not self.proof.read():
                 self._reread(model, anew=True)
@@ -1069,24 +1065,27 @@ class ForwardHook:
                 raise UnsupportedModelError(self._problem, "Use the model without FlowKV")
 
     def _reread(self, model: torch.nn.Module, *, anew: bool) -> None:
-        self._problem, self.names.placeholders = "", Names(model).placeholders
+        self._problem, fresh = "", Names(model)
+        self.names.placeholders, self.names.configs = fresh.placeholders, fresh.configs
         drop_unproven(self.kv)  # the model may have changed between the forwards of a page
+        untried, self._untried = self._untried, True  # until nothing can interrupt it any more
         try:
-            moved = self.identity.moved(model)
+            moved = (placed := self.identity.places(model)) != self._planned
             if moved:
-                self.plan = self.planned()
-            changed = self.identity.read(model, anew=anew)
+                self.plan, self._planned = self.planned(), placed
+            changed = self.identity.read(model, anew=anew) or untried
         except UnsupportedModelError as error:
             self._problem = error.problem
             return
         # The time of an uncounted write is unknown, and after a counted one earlier uncounted
         # writes cannot be found any more: in both cases all unproven pages are dropped.
-        if anew or self.identity.weights_changed:
+        if anew or untried or self.identity.weights_changed:
             self.proof.reject()
         if changed:
             self._rename()
         if (changed or moved) and not (self.identity.compiled or self.identity.foreign):
             self._try(model)
+        self._untried = False
 
     def tried(self) -> None:
         """Record that the model was tested as it is now, and is served as planned."""
@@ -1166,8 +1165,7 @@ class ForwardHook:
 
     def trusted(self, rows: Rows | None = None) -> bool:
         """Return whether the model still has the name under which pages will be published."""
-        model = self.model
-        if model is None or self.identity.foreign:
+        if (model := self.model) is None or self.identity.foreign:
             return False
         if not self.identity.same(model):
             if not self._lock.acquire(blocking=False):  # possibly in a finalizer
@@ -1177,6 +1175,7 @@ class ForwardHook:
                 blame = rows is None or not rows.forwards or bool(self.identity.own)
                 kept = self.identity.kept(model, blame=blame)
                 self._doubted |= not kept and bool(self.identity.foreign)
+                self._untried |= not kept
                 if not kept and not self.kv.closed:
                     self._rename()
             except UnsupportedModelError as error:
@@ -1199,11 +1198,10 @@ class ForwardHook:
 
 def _wants_grad(door: ForwardHook, model: Any, given: Mapping[str, Any]) -> bool:
     """Return whether gradients may flow through a forward, if enabled: pages pass none on."""
-    given_ones = (v for v in given.values() if isinstance(v, torch.Tensor))
     return (
         door.identity.suspect  # foreign code may hold parameters of its own
         or any(p.requires_grad for p in model.parameters())
-        or any(v.requires_grad for v in given_ones)
+        or any(isinstance(v, torch.Tensor) and v.requires_grad for v in given.values())
     )
 
 
@@ -1260,7 +1258,8 @@ def unwritten(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for held, kept in before:
-            for name in [name for name in held.keys() if name not in kept]:  # noqa: SIM118 - scripted buffers do not iterate
+            # The hooks of this mark stay; scripted buffers do not iterate.
+            for name in {*held.keys()} - {*kept, "_output_capturing_hooks_installed"}:
                 del held[name]
             for name, value in kept.items():
                 if name not in held or held[name] is not value:  # scripted buffers cannot `update`

@@ -398,6 +398,7 @@ class Names:
     Attributes:
         parameters: Parameters of its forward, in order, with their defaults.
         encoder: It has an encoder, so that the decoder's arguments are called `decoder_...`.
+        configs: The configuration, and that of its decoder.
         placeholders: Token ids that images and the like replace, by name.
         mixed: Prompts may hold more than text.
         ids: The token ids.
@@ -412,6 +413,7 @@ class Names:
 
     def __init__(self, model: torch.nn.Module) -> None:
         config: Any = model.config
+        self.configs = config, config.get_text_config(decoder=True)
         taken = [*parameters_of(type(model).forward).values()][1:]
         self.parameters = {p.name: None if p.default is p.empty else p.default for p in taken}
         encodes = bool(getattr(config, "is_encoder_decoder", False))
@@ -519,7 +521,7 @@ class ForwardCall:
             return
         wanted = given.get("logits_to_keep", 0) if "logits_to_keep" in names.parameters else 0
         self.keep = wanted if isinstance(wanted, int) else 0
-        self.wants_weights = bool(given.get("output_attentions"))
+        self.wants_weights = self.asks("output_attentions")
         self.problem = self._text_problem() or self._sort()
         own, self.form = {names.ids, names.mask, names.positions, names.cache}, None
         ids = None if self.problem or self.modal or self.types or self.condition else self.ids
@@ -544,8 +546,15 @@ class ForwardCall:
     @property
     def skippable(self) -> bool:
         """Return whether the caller needs no result of the tokens that a prefix cache skips."""
-        return (
-            self.keep > 0 and not self.wants_weights and not self.given.get("output_hidden_states")
+        more = self.wants_weights or self.asks("output_hidden_states", "output_router_logits")
+        return self.keep > 0 and not more
+
+    def asks(self, *outputs: str) -> bool:
+        """Return whether any of some outputs is wanted, by argument or by configuration."""
+        return any(
+            getattr(config, name, False) if self.given.get(name) is None else self.given[name]
+            for name in outputs
+            for config in self.names.configs
         )
 
     def _text_problem(self) -> str:
@@ -577,11 +586,11 @@ class ForwardCall:
                 if not fits or (value.shape[1] != self.columns and name not in self.names.whole):
                     return f"`{name}` is not one number per token"
                 self.types[name] = value
-            elif self.names.encoder:
-                self.condition[name] = value
-            elif name in _MODAL:
+            elif name not in self.names.parameters and name not in _MODAL:
+                return f"attention may read `{name}`, which is no argument of the model"
+            elif name in _MODAL and not self.names.encoder:
                 self.modal[name] = value
-            elif _by_column(value, self.columns):
+            elif not self.names.encoder and _by_column(value, self.columns):
                 return f"`{name}` may have a value for every token"
             else:
                 self.condition[name] = value
@@ -725,8 +734,6 @@ class ForwardCall:
     def conditioned(self, options: Mapping[str, Any]) -> bool:
         """Return whether inputs beside token ids are the same as in an earlier forward."""
         mine = self.condition
-        if not mine and not options:
-            return True
         if mine.keys() != options.keys():
             return False
         changed = [name for name in mine if mine[name] is not options[name]]
