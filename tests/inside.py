@@ -194,7 +194,7 @@ if TYPE_CHECKING:
     from flowkv.kernels.cpu.attend import NIBBLES, SIGNED, UNSIGNED, dots_of
     from flowkv.kernels.cpu.bits import FAST, exp2, narrow, order, tanh, unorder, widen
     from flowkv.kernels.cpu.operations import address
-    from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND, check_batch, check_scoring
+    from flowkv.kernels.dispatch import NON_FINITE, OUT_OF_RANGE, SOUND, check_batch
     from flowkv.kernels.loss import bounds, by_token, turning
     from flowkv.kernels.operands import DeviceTimer, Later
     from flowkv.kernels.reference import decoded, narrowed, page_views, rotate, transcode

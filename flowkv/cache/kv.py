@@ -300,6 +300,7 @@ class KV:
         if isinstance(namespace, str) and namespace:
             fields["namespace"] = namespace  # for `attach`, which asks the configuration
         self.config = load_config(config, **fields)
+        self._secret = self.config.secret_bytes
         self._given = [tier for tier in stack or () if not isinstance(tier, str)]
         self._make_policy = _maker(policy)
         self._check_policies()
@@ -750,7 +751,7 @@ class KV:
     def _lineless(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
         """Return a sequence without a row in the block tables, for lookups only."""
         name = self.config.tenant if tenant is None else tenant
-        salt = tenant_salt(name, self.config.secret_bytes)
+        salt = tenant_salt(name, self._secret)
         groups = range(len(planner.geometry.groups))
         seq = Sequence(
             planner.tables.nowhere,

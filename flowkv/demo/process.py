@@ -110,7 +110,8 @@ def store_phase(plan: DemoPlan, work: Path, tell: Tell) -> Findings:
                 for case in cases:
                     meter.answer(way, case, kv, whole=not repeat)
             kv.flush()
-            pool_bytes = pool_bytes or _pool_bytes(kv)
+            pools = kv.stats()["devices"].values()
+            pool_bytes = pool_bytes or sum(pool["used_bytes"] for pool in pools)
         if repeat:
             shutil.rmtree(place, ignore_errors=True)
         else:
@@ -259,10 +260,6 @@ def _converse(meter: _Meter, workload: DemoWorkload) -> list[DemoCase]:
     case = DemoCase(f"batch of {len(workload.batch)}", workload.batch, asked=asked)
     case.answers = meter.answer("cold", case, whole=True)
     return [*cases, case]
-
-
-def _pool_bytes(kv: flowkv.KV) -> int:
-    return sum(pool["used_bytes"] for pool in kv.stats()["devices"].values())
 
 
 def _drop_page_cache(directory: Path) -> None:

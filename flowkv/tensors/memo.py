@@ -132,8 +132,9 @@ class _Question:
                 self.devices.setdefault(leaf.device.type, leaf.device)
         self.infos = [info_of(leaf, rows=i in self.batched) for i, leaf in enumerate(self.leaves)]
         kinds = sorted({*self.devices, *places, torch.get_default_device().type, "cpu"})
-        able = sorted({*kinds, *GPUS})  # a function may move its inputs
-        casts = [(k, str(torch.get_autocast_dtype(k))) for k in able if _autocasts(k)]
+        able = filter(torch.amp.is_autocast_available, sorted({*kinds, *GPUS}))
+        on = filter(torch.is_autocast_enabled, able)  # a function may move its inputs
+        casts = [(kind, str(torch.get_autocast_dtype(kind))) for kind in on]
         dtype = str(torch.get_default_dtype())
         said = msgspec.msgpack.encode(
             [self.arguments, sorted(self.batched), self.infos, casts, kinds, dtype]
@@ -792,10 +793,6 @@ def _parameters(function: Any) -> tuple[list[str], list[str]]:
     except (TypeError, ValueError):  # a function in C
         return [], []
     return [name for name, p in known.items() if p.kind <= p.POSITIONAL_OR_KEYWORD], [*known]
-
-
-def _autocasts(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _state(*inputs: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from typing import Any
@@ -164,6 +164,3 @@ def pressed(kv: KV, within: float = 0.0, **settings: Any) -> Iterator[Pressed]:
         one.finish()
     finally:
         kv.close()
-
-
-Act = Callable[[], object]

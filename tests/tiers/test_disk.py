@@ -40,6 +40,7 @@ from .frames import (
     put,
     stored,
 )
+from .wraps import envelope_of
 
 MIB = 1 << 20
 
@@ -196,6 +197,13 @@ def test_without_holes_in_files_space_stays_with_its_size(tmp_path: Path) -> Non
     assert outcomes(put(tier, ["large"], 500_000)) == [("failed", "full")]
     stored(tier, kept, 16384)
     assert disk_bytes(tmp_path) <= MIB
+
+
+def test_no_frame_takes_more_than_was_reserved(tmp_path: Path) -> None:
+    tier, size = DiskTier(tmp_path, 8 * MIB, envelope=envelope_of("aead")), 209 * 4096
+    most = tier.used_bytes() + tier.frame_bytes(size)
+    stored(tier, ["a"], size)  # compressed, the frame would have a longer header
+    assert tier.used_bytes() <= most
 
 
 def test_slot_sizes() -> None:

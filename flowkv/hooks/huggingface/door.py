@@ -51,7 +51,7 @@ from flowkv.hooks.huggingface.rows import (
     refuse_lost,
     without_known,
 )
-from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache, captured
+from flowkv.hooks.huggingface.versions import PREFILL, DynamicCache, EncoderDecoderCache
 from flowkv.naming.identity import TRACED, TRANSFORM, Identity, Proof, drawn, modes, transformed
 from flowkv.policy.sparsify import Sparsifier
 
@@ -423,8 +423,9 @@ class ForwardHook:
         says = says and not hasattr(cache, "care")  # as those of kv.cache(...) have
         if says and not (isinstance(keep, int) and keep > 0):
             return None  # all logits are wanted: no generation
-        if captured(module):
-            return None  # with prompts as they are, and caches that can be traced
+        space = getattr(vars(module).get("forward"), "__globals__", {})
+        if str(space.get("__name__")).startswith("transformers.exporters."):
+            return None  # it is recorded: with prompts as they are, and caches that can be traced
         problem = self._foreign(cache)
         if problem is None or cache in self.passes or getattr(cache, "left_pages", False):
             return None

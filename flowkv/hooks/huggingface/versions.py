@@ -49,7 +49,6 @@ RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_genera
 PREFILL: Any = getattr(GenerationMixin, "_prefill", None)
 """Method in which `generate` runs its first forward; None if a release has none."""
 
-_EXPORTERS = "transformers.exporters."
 _STATELESS = ("dummy", "moe", "mlp")  # the latter two up to 5.2x, as empty recurrent layers
 
 
@@ -61,12 +60,6 @@ def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
         ("none" if name in _STATELESS else name, dict(arguments))
         for name, arguments in zip(types, each, strict=True)
     ]
-
-
-def captured(model: torch.nn.Module) -> bool:
-    """Return whether an exporter records the arguments of a model's forwards, to trace them."""
-    space: dict[str, Any] = getattr(vars(model).get("forward"), "__globals__", {})
-    return str(space.get("__name__")).startswith(_EXPORTERS)
 
 
 def native_layer(name: str) -> type | None:

@@ -59,7 +59,6 @@ from flowkv.tiers.frame import (
     AES_256_GCM,
     Envelope,
     Header,
-    most_header_bytes,
     peek_header_bytes,
     wanted,
 )
@@ -791,8 +790,8 @@ class DiskStore:
 
     def frame_bytes(self, body_bytes: int) -> int:
         """Return an upper bound of the bytes charged for one more frame."""
-        header = most_header_bytes(body_bytes, lossless=not self._envelope.plain)
-        granules = slot_granules(header, self._envelope.most_bytes(body_bytes) - header)
+        header = self._envelope.most_bytes(body_bytes) - body_bytes
+        granules = slot_granules(header, body_bytes)
         return granules * GRANULE_BYTES + 2 * CHARGE_BYTES
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
