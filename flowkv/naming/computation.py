@@ -223,7 +223,7 @@ class Walk:
     def digest(self) -> str:
         """Return the hex digest of all leaves."""
         # Earlier ones named pages that were computed wrongly (SECURITY.md, advisories).
-        state = hashlib.sha256(b"flowkv.computation/8")
+        state = hashlib.sha256(b"flowkv.computation/9")
         for path, text in sorted(self.leaves.items()):
             line = f"{path}\0{text}".encode("utf-8", "surrogatepass")
             state.update(len(line).to_bytes(4, "little") + line)
