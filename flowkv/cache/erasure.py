@@ -75,7 +75,7 @@ def forget_prompt(store: PageStore, seq: Sequence) -> int:
 
     Pages that other prompts continue stay. Pages below the last full page of the prompt with tokens
     that are unknown in this process (after a restart) are erased, even if they continue it
-    differently.
+    differently: for a prompt of less than a page, all pages of its tenant with unknown tokens.
 
     Args:
         store: Store of the blocks.
@@ -143,7 +143,7 @@ def _doom(store: PageStore, seq: Sequence, group: int, doomed: dict[int, Block])
 def _continues(head: Block, above: bytes, rest: NDArray[np.uint32]) -> bool:
     """Return whether a branch below a key may continue it with the tokens `rest`."""
     if head.parent != above or head.tokens is None:
-        return len(rest) == 0 or above != ROOT
+        return len(rest) == 0 or above != ROOT or head.kind == "page"
     both = min(len(rest), len(head.tokens))
     return bool(np.array_equal(head.tokens[:both], rest[:both]))
 
@@ -164,10 +164,9 @@ def _learn(store: PageStore, realm: Realm) -> dict[int, str]:
 
 def _survey(tier: Tier) -> str:
     """Refresh a tier's list of frames; return the reason of a failure, or ""."""
-    survey: Callable[[], None] | None = getattr(tier, "survey", None)
+    survey: Callable[[], object] = getattr(tier, "survey", int)
     try:
-        if survey is not None:
-            survey()
+        survey()
     except StoreError as error:
         return error.problem
     return ""
@@ -200,9 +199,8 @@ def _alone(store: PageStore, realm: Realm) -> Iterator[dict[int, str]]:
 
     They are reasons by tier number.
     """
-    tiers = store.stack.tiers
     with store.stack.erasure_logs.erasing() as failed:
-        told = {number: f"{tiers[number].name}: {e.problem}" for number, e in failed.items()}
+        told = {n: f"{store.stack.tiers[n].name}: {e.problem}" for n, e in failed.items()}
         yield _learn(store, realm) | told
 
 

@@ -387,12 +387,8 @@ class PrefixIndex:
             raise StateError(f"slot {slot} is not in use", "Report this as a bug")
         return cast(list[Block], blocks)
 
-    def get(self, slot: int) -> Block | None:
-        """Return the block of a slot; None if the slot is a ghost's, or free."""
-        return self.get_all([slot])[0]
-
     def get_all(self, slots: Iterable[int]) -> list[Block | None]:
-        """Return what `get` returns for each slot."""
+        """Return the block of each slot; None if the slot is a ghost's, or free."""
         known, most = self._slots, len(self._slots)
         return [known[slot] if 0 <= slot < most else None for slot in slots]
 

@@ -216,12 +216,7 @@ def levels(kv: KV) -> Iterator[Level]:
 def source(kv: KV) -> Callable[[], list[Level]]:
     """Return a function that reads `levels` of a cache and does not keep the cache alive."""
     ref = weakref.ref(kv)
-
-    def read() -> list[Level]:
-        there = ref()
-        return list(levels(there)) if there is not None else []
-
-    return read
+    return lambda: list(levels(there)) if (there := ref()) is not None else []
 
 
 def _run_all(callbacks: list[Callable[[], None]]) -> None:
@@ -242,6 +237,7 @@ def _no_cache() -> None:
     """Stand for a `KV` in copies and pickles of objects that refer to one: a cache stays put."""
 
 
+_PARTS = "devices", "tiers", "policies", "prefetch", "audit", "overflow"
 BLENDED = "documents", "taken_tokens", "computed_tokens", "declined"
 """Counts of `stats()["blend"]`; documents and spans count alike."""
 
@@ -475,9 +471,7 @@ class KV:
         said, size = self.config.prefetch, store.geometry.page_size
         windows = [g.window if g.kind == "sliding" else None for g in store.geometry.groups]
         pages = [max(1, -(-(window - 1) // size)) if window else None for window in windows]
-        options = said if isinstance(said, dict) else {}
-        if said == "markov":
-            options = {"learned": said}
+        options = said if isinstance(said, dict) else {"learned": said} if said == "markov" else {}
         return PrefetchManager(store, self.loader, self.lock, pages, options)
 
     def _learned(self) -> Path | None:
@@ -745,7 +739,7 @@ class KV:
         """Return an empty sequence with the tenant, model and salts of another one."""
         twin = self._sequence(Planner.of(seq), None, seq.salts)
         twin.tenant, twin.namespace, twin.chains = seq.tenant, seq.namespace, seq.chains
-        twin.placed = seq.placed
+        twin.placed, twin.arrived_ns = seq.placed, seq.arrived_ns
         return twin
 
     def _lineless(self, planner: Planner, tenant: str | None, salts: Items[Salt]) -> Sequence:
@@ -999,8 +993,9 @@ class KV:
         Waiting requests (`enqueue`) for erased pages are cancelled. Erasing the cache's own tenant
         also erases the outputs that encoders memoize (`attach(memo=...)`). Every tier overwrites or
         removes the bytes, also those that other processes wrote, and is then checked for remains.
-        Prefixes shared with other prompts stay. Open sequences keep their pages, and publish no
-        further ones.
+        Prefixes shared with other prompts stay; but a prompt of less than a page takes all prompts
+        of its tenant along of which this process does not know the tokens, as after a restart. Open
+        sequences keep their pages, and publish no further ones.
 
         Args:
             tokens: The prompt; None for everything of the tenant.
@@ -1339,14 +1334,10 @@ class KV:
             )
         self._prove()  # so that no page waits for the first digest of all weights
         self._handing_over.append(None)
-        try:
-            try:
-                yield
-            finally:
-                if not self.closed:
-                    self.flush(self.config.load_deadline_s)
-        finally:
-            self._handing_over.pop()
+        with ExitStack() as last:
+            last.callback(self._handing_over.pop)
+            last.callback(lambda: self.closed or self.flush(self.config.load_deadline_s))
+            yield
 
     def take_over(
         self,
@@ -1599,14 +1590,8 @@ class KV:
                 "foreign": self.private,
                 "tenants": self.tenants.report(),
                 "sequences": len(self._open),
-                "blocks": 0,
-                "devices": {},
-                "tiers": {},
-                "policies": {},
-                "prefetch": {},
-                "ghosts": 0,
-                "audit": {},
-                "overflow": {},
+                **dict.fromkeys(("blocks", "ghosts"), 0),
+                **{part: {} for part in _PARTS},
                 "blend": dict(self.blended),
                 "cold": self.bases.measured() if self.bases is not None else {},
                 "graphs": dict(self.graphed),

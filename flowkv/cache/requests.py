@@ -189,7 +189,7 @@ class DevicePrefetcher:
         A sliding window ends the list at its first page.
         """
         self._tip = tip
-        index, block = self._store.index, self._store.index.get(tip)
+        index, block = self._store.index, self._store.index.get_all([tip])[0]
         if block is None or block.kind != "page" or block.group not in self._groups:
             return -1, NO_SLOTS
         window, path = self._windows[block.group], dict[int, Block]()
@@ -274,7 +274,7 @@ class DevicePrefetcher:
     def told(self, block: Block, arrived: bool) -> None:
         """Record whether a requested page arrived."""
         (self._arrived if arrived else self._failed).append(block.slot)
-        if self._queued and self._store.index.get(block.slot) is not None:
+        if self._queued and not block.gone:
             self.due_ns = min(self.due_ns, self._store.context.now_ns() + self._period_ns // _SOON)
 
     def _known(self, group: int, slots: Slots) -> Slots:

@@ -690,7 +690,8 @@ class Tails:
 
     def _own(self, seq: Sequence, page_no: int) -> list[int]:
         """Return a sequence's own open page in each group, behind known pages; [] if private."""
-        if not self.allowed(seq) or seq.restoration is not None:
+        late = self._end_ns(seq) <= self.store.context.now_ns()
+        if late or not self.allowed(seq) or seq.restoration is not None:
             return []
         if self._hidden(seq, page_no) or any(blocks[page_no] is not None for blocks in seq.blocks):
             return []
@@ -704,6 +705,11 @@ class Tails:
             if len(blocks) <= page_no or (page_no > 0 and (above is None or above.gone)):
                 return True
         return False
+
+    def _end_ns(self, seq: Sequence) -> float:
+        """Return the time when the unfilled page of a sequence runs out, used now."""
+        lease, now_ns = self.store.lease(seq.care.lease), self.store.context.now_ns()
+        return min(now_ns + lease.lease_s * 1e9, seq.arrived_ns + lease.max_age_s * 1e9)
 
     def keep(self, seq: Sequence) -> None:
         """Keep the page that a sequence leaves unfilled, unless another page has its tokens."""
@@ -719,7 +725,7 @@ class Tails:
             key, above = _key(seq, 0, page_no, tokens), seq.parent_key(0, page_no)
             tail = Block(-1, key, above, 0, "tail", fidelity=seq.fidelity, tokens=tokens)
             tail.tenant, tail.namespace = seq.tenant, seq.namespace
-            store.tails.keep(tail, pages)
+            store.tails.keep(tail, pages, self._end_ns(seq))
 
     def sums(self, group: int, page: int, count: int) -> torch.Tensor:
         """Return the sum of K and V of a raw page's first tokens: finite if all elements are."""

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any
@@ -38,7 +39,7 @@ from flowkv.policy.base import Policy
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.pages import Samples
 from flowkv.policy.restore import LoadGate
-from flowkv.residency.places import PolicyPlace
+from flowkv.residency.places import PolicyPlace, device_lease
 from flowkv.tiers.base import FrameInfo, Tier, no_room
 from flowkv.tiers.host import HostTier
 
@@ -355,16 +356,20 @@ class ClosedTails(dict[Block, list[int]]):
     Args:
         pools: The page pool of each group.
         beginnings: Index of blocks by their tokens.
+
+    Attributes:
+        ends: Time when each runs out.
     """
 
     def __init__(self, pools: Sequence[PagePool], beginnings: Beginnings) -> None:
         super().__init__()
         self._pools, self._beginnings = pools, beginnings
+        self.ends = dict[Block, float]()
 
-    def keep(self, tail: Block, pages: list[int]) -> None:
-        """Keep the pages of a tail until their memory is needed."""
+    def keep(self, tail: Block, pages: list[int], end_ns: float) -> None:
+        """Keep the pages of a tail until their memory is needed, or that time."""
         self.outgrow(tail.place, tail.tokens)  # type: ignore[arg-type]
-        self[tail] = pages
+        self[tail], self.ends[tail] = pages, end_ns
         self._beginnings.add(tail)
         for pool, page in zip(self._pools, pages, strict=True):
             pool.share(page)
@@ -372,8 +377,7 @@ class ClosedTails(dict[Block, list[int]]):
     def outgrow(self, place: bytes, tokens: NDArray[np.uint32]) -> None:
         """Drop the tails below a place that are prefixes of these tokens; see `Block.place`."""
         near = self._beginnings.near(place, tokens) if self else ()
-        known = [(shared, one) for shared, one in near if shared and one in self]
-        self.drop([one for shared, one in known if shared == len(one.tokens)])  # type: ignore[arg-type]
+        self.drop([one for shared, one in near if one in self and shared == len(one.tokens)])  # type: ignore[arg-type]
 
     def held_bytes(self, pool: PagePool) -> int:
         """Return the bytes of tails in a pool."""
@@ -384,6 +388,7 @@ class ClosedTails(dict[Block, list[int]]):
         """Drop tails; None drops all, after an erasure or where content does not match its key."""
         for tail in list(self if tails is None else tails):
             self._beginnings.discard(tail)
+            del self.ends[tail]
             for pool, page in zip(self._pools, self.pop(tail), strict=True):
                 pool.release(page)
 
@@ -580,8 +585,16 @@ class Eviction:
             victims.copy_ahead(served)
 
     def expire(self) -> None:
-        """Evict blocks from the places where their lease has run out."""
+        """Evict blocks from the places where their lease has run out.
+
+        A page in use is forgotten, unless it is pinned or a tier has it: later requests compute it.
+        """
         self._relieve(PolicyPlace.expired, "lease")
+        store, now_ns = self._store, self._store.context.now_ns()
+        store.tails.drop([tail for tail, end_ns in store.tails.ends.items() if end_ns <= now_ns])
+        for place in store.device_places.values():
+            used = store.index.those(place.policy.expired(now_ns).tolist())
+            store.forget(*[b for b in used if not (b.kept or b.tiers or b.going)])
 
     def shed(self) -> None:
         """Evict the blocks of tenants that exceed their quotas."""
@@ -813,6 +826,7 @@ class PageStore:
         forms: The codecs and layouts of each group's pages.
         devices: Name of each group's device.
         index: The known blocks.
+        lease: Returns the times of a lease on devices.
         context: Time, tenants and costs, shared by the policies of all places.
         idle: Granules of each device whose blocks may be evicted.
         stack: The tiers.
@@ -839,7 +853,7 @@ class PageStore:
         salts = {tenant_salt(name, config.secret_bytes): n for n, name in enumerate(config.quotas)}
         writes = None if config.admit == "all" else WriteAdmission(config.admit)
         self.context = PolicyContext(self.index, clock, gate, geometry.page_size, salts, writes)
-        self.samples = Samples(config.audit)
+        self.samples, self.lease = Samples(config.audit), partial(device_lease, config)
         self.coming: dict[Block, list[Any]] = {}
         made = [(device, policies("gpu", pool.capacity_bytes())) for device, pool in pools.items()]
         self.device_places = {device: PolicyPlace(device, "gpu", one) for device, one in made}
@@ -916,11 +930,11 @@ class PageStore:
 
     def find_all(self, keys: Iterable[bytes]) -> list[Block | None]:
         """Return what `find` returns for each key."""
-        found, most = [*map(self.index.find, keys)], self.stack.fidelity
-        for n, b in enumerate(found):
-            if b and not ((b.page >= 0 or b.tiers or b.going) and b.fidelity <= most):
-                found[n] = None
-        return found
+        found, most = map(self.index.find, keys), self.stack.fidelity
+        return [
+            b if b and (b.page >= 0 or b.tiers or b.going) and b.fidelity <= most else None
+            for b in found
+        ]
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Record an access to these blocks, root to leaf, with every policy.

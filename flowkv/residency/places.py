@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from flowkv.core.clock import Clock
 from flowkv.core.config import Config, TierConfig, format_size, parse_quota
 from flowkv.core.errors import ConfigError
+from flowkv.policy import CATALOGUE, base
 from flowkv.policy.base import DEFAULT_RANK, NO_VISIT, Lease, Policy, Slots, Visit, counts_pins
 from flowkv.policy.order.leaf import as_slots
 from flowkv.policy.restore.costs import Rates
@@ -108,10 +109,8 @@ class PolicyPlace:
 
     def surplus(self, now_ns: int) -> list[int]:
         """Remove and return victims among the slots of tenants that exceed their quotas."""
-        if not isinstance(self.policy, Tenants):
-            return []
-        slots: list[int] = self.policy.shed(now_ns, self._guarded()).tolist()
-        return slots
+        some = self.policy if isinstance(self.policy, Tenants) else None
+        return [*some.shed(now_ns, self._guarded()).tolist()] if some is not None else []
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget these slots entirely; the numbers may be reused for other blocks."""
@@ -140,6 +139,16 @@ class PolicyPlace:
 def _rank_only(lease: Lease) -> bool:
     """Return whether a lease has no time of expiry: then it leaves that of a block as it is."""
     return lease.lease_s == lease.max_age_s == math.inf
+
+
+def device_lease(config: Config, lease: str | Lease) -> Lease:
+    """Return the times of a lease on devices, as their configured policy reads it."""
+    if isinstance(lease, Lease) and not _rank_only(lease):
+        return lease
+    name, options = config.selection("gpu")
+    checked: Any = base.configure(CATALOGUE[name].config, name, options)
+    classes: dict[str, Lease] = checked.classes()
+    return classes.get(lease, Lease()) if isinstance(lease, str) else classes[""]
 
 
 class KeyedPolicy:
@@ -224,8 +233,7 @@ class KeyedPolicy:
 
     def retained_bytes(self, now_ns: int) -> int:
         """Return the bytes of the blocks with a rank above the default; O(their number)."""
-        kept = (self._here[key]["n_bytes"] for key, end in self._ends.items() if end > now_ns)
-        return sum(kept)
+        return sum(self._here[key]["n_bytes"] for key, end in self._ends.items() if end > now_ns)
 
     def access(self, now_ns: int, keys: Iterable[bytes], visit: Visit = NO_VISIT) -> None:
         """Record a request's use of blocks, root to leaf; absent ones become ghosts."""

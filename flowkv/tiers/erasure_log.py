@@ -187,8 +187,9 @@ class ErasureLog:
             now_s = time.monotonic()
             if now_s < self._look_s:
                 return False
-            self._look_s = now_s + _LOOK_S
-            return self._replaced()
+            replaced = self._replaced()
+            self._look_s = now_s + (0.0 if replaced else _LOOK_S)
+            return replaced
         except OSError:
             return True
 

@@ -218,6 +218,23 @@ def test_a_directory_that_is_gone_is_said(change: Callable[[Path], Any], tmp_pat
     kv.close()
 
 
+def test_a_directory_in_the_place_of_another_is_stored_to(tmp_path: Path) -> None:
+    there, other = (
+        make_kv(simple(), tiers=[f"disk:{tmp_path / name}:64MiB"], namespace="model")
+        for name in ("kv", "other")
+    )
+    published(other, list(range(40)))
+    other.close()
+    (tmp_path / "kv").rename(tmp_path / "moved")
+    shutil.copytree(tmp_path / "other", tmp_path / "kv")
+    for first in (100, 200, 300):
+        published(there, list(range(first, first + 40)))
+        there.flush()
+    there.close()
+    with make_kv(simple(), tiers=[f"disk:{tmp_path / 'kv'}:64MiB"], namespace="model") as kv:
+        assert kv.explain([*range(300, 340), 1]).known == kv.explain([*range(40), 1]).known == 40
+
+
 @pytest.mark.parametrize("reason", ["cancelled", "busy", "deadline"])
 def test_what_passes_is_not_warned_of(reason: str) -> None:
     tier = failing(reason)

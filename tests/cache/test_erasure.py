@@ -177,6 +177,16 @@ def test_prompts_that_others_continued_are_erased_with_it() -> None:
     audit_empty(kv)
 
 
+def test_what_may_continue_less_than_a_page_is_erased_after_a_restart(disk: str) -> None:
+    kv = kv_over(disk)
+    for tenant in ("alice", "bob"):
+        published(kv, P, tenant=tenant)
+    kv.close()
+    kv = kv_over(disk)
+    assert kv.forget(P[:3], tenant="alice") == 3
+    assert [kv.explain([*P, 0], tenant=tenant).known for tenant in ("alice", "bob")] == [0, 24]
+
+
 def test_a_server_proves_it_too(tmp_path: Path) -> None:
     """A real redis-server, where there is one: its keys are gone, and from its files too."""
     pytest.importorskip("redis")

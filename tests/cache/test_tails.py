@@ -26,6 +26,7 @@ from tests.cache.toy import (
     published,
     simple,
 )
+from tests.inside import ManualClock
 
 PROMPT = list(range(1, 30))  # three pages, and five tokens
 
@@ -503,3 +504,17 @@ def test_an_explanation_counts_them() -> None:
         published(kv, PROMPT)
         told = kv.explain(PROMPT)
         assert told.known == 28 and told.residency == {"device": 28}
+
+
+@pytest.mark.parametrize("count", [5, 24, 27])
+@pytest.mark.parametrize("held", [False, True])
+def test_no_page_is_read_past_its_age_full_or_not(held: bool, count: int) -> None:
+    kv = make_kv(simple(), pages=16, clock=ManualClock(), policy_options={"max_age_s": 10})
+    with opened(kv, [1] * count) as seq:
+        assert opened(kv, [*[1] * count, 2]).reused == count
+        seq.close() if not held else kv.fork(seq).close()
+        kv.clock.advance(s=11.0)
+        with kv.open([1] * 30) as twin:
+            assert twin.reused == 0
+        if held:
+            check_content(kv, seq, [1] * count)

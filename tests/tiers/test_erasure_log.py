@@ -305,6 +305,8 @@ def test_a_file_in_its_place_is_noticed(path: Path, harm: Callable[[Path], None]
     status = path.stat(follow_symlinks=False)
     assert stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600
     time.sleep(0.11)
+    with b.storing():  # a store that notices it does not hide it from the next look-up
+        assert b.changed()
     assert heard(b).everything and heard(a).everything
     tell(b, KEYS[1])
     assert heard(a).has(KEYS[1])

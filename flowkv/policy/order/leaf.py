@@ -292,8 +292,7 @@ class LeafOrder(Policy):
 
     def resident(self) -> Sequence[int]:
         """Return the resident slots, ascending."""
-        births: list[int] = np.flatnonzero(self._order[0]["birth"]).tolist()
-        return births
+        return [*np.flatnonzero(self._order[0]["birth"]).tolist()]
 
     def digest(self) -> int:
         """Return a 64-bit rolling hash of `evict`'s answers and `expired`'s non-empty ones."""
