@@ -315,7 +315,7 @@ def _content(store: PageStore, block: Block) -> tuple[FrameInfo, bytes | memoryv
     if block.page >= 0 and not block.gone:
         content = store.pool(block.group).page_bytes(block.page, store.size(block))
         return store.forms[block.group].describe([block])[0], content.cpu().numpy().tobytes()
-    found = store.stack.load_nearest(block)
+    found = store.stack.load(block)
     return found and found[1:]
 
 

@@ -553,7 +553,7 @@ class Snapshots:
 
     def _load(self, block: Block) -> tuple[dict[str, Any] | None, str]:
         """Load a state; return its values and the name of the tier, or (None, "")."""
-        found = self.store.stack.load_nearest(block)
+        found = self.store.stack.load(block)
         if found is None:
             return None, ""
         number, info, body = found

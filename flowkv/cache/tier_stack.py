@@ -734,10 +734,10 @@ class TierStack:
                         if block.tiers >> number & 1:
                             yield ReadFrom(number, codec, codec == codecs[-1])
 
-    def load_nearest(self, block: Block) -> tuple[int, FrameInfo, memoryview] | None:
+    def load(self, block: Block) -> tuple[int, FrameInfo, memoryview] | None:
         """Load a block from the nearest tier that serves it, or is storing it; also its number."""
         for number in range(len(self.tiers)):
-            found = None if block.gone else self.load(block, number)
+            found = None if block.gone else self._load(block, number)
             if found is not None:
                 return number, *found
         return None
@@ -747,7 +747,7 @@ class TierStack:
         lane = self.mover.lanes[number]
         return block.key in lane.bodies or bool(block.tiers >> number & 1 and lane.answering)
 
-    def load(self, block: Block, number: int) -> tuple[FrameInfo, memoryview] | None:
+    def _load(self, block: Block, number: int) -> tuple[FrameInfo, memoryview] | None:
         """Load and verify a block from one tier, into fresh memory.
 
         Args:
@@ -856,7 +856,7 @@ class TierStack:
         alike, copied = dict[tuple[int, int], list[Frame]](), dict[Block, int]()
         for block in blocks:
             found = tier.as_store(block.key) if isinstance(tier, HostTier) and not encodes else None
-            frame = found[1:] if found else self.load(block, source)
+            frame = found[1:] if found else self._load(block, source)
             if frame:
                 alike.setdefault((frame[0].codec, len(frame[1])), []).append((block, *frame))
         for (_, n_bytes), frames in alike.items():

@@ -973,6 +973,7 @@ _PLACES = {
     "fp16": "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
     "bf16": "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
     "mkldnn": "backends.mkldnn.matmul.fp32_precision",
+    "grouped": "backends.cuda.matmul.prefer_cublaslt_grouped_gemm",
     "cached": "nn.utils.parametrize._cache_enabled",
     "fill": "utils.deterministic.fill_uninitialized_memory",
 }
@@ -980,6 +981,7 @@ _FLAGS: dict[str, Callable[[], Any]] = {
     "matmul": torch.get_float32_matmul_precision,
     "dtype": torch.get_default_dtype,
     "deterministic": torch.are_deterministic_algorithms_enabled,
+    "ahead": lambda: operator.methodcaller("aot_enabled")(torch._native),
     **{name: functools.partial(operator.attrgetter(at), torch) for name, at in _PLACES.items()},
 }
 """The switches that change what the same code computes."""
@@ -1110,7 +1112,10 @@ _GENUINE: dict[int, types.CodeType] = {}
 """Code that agrees with its file, by id; kept alive, so that ids stay unique."""
 
 
-_NAMELESS = operator.attrgetter("co_code", "co_consts", "co_names", "co_freevars", "co_flags")
+_NAMELESS = operator.attrgetter(
+    *"""co_code co_consts co_names co_freevars co_flags co_argcount co_posonlyargcount
+    co_kwonlyargcount co_exceptiontable""".split()
+)
 """What code computes with."""
 
 
