@@ -18,6 +18,7 @@ import xxhash
 from flowkv.cache.index import BUNDLE_LAYOUT, LAYOUT, Block, frame_infos
 from flowkv.cache.sequence import Guard
 from flowkv.cache.store import PageStore
+from flowkv.cache.tier_stack import serves
 from flowkv.compiled import compiling
 from flowkv.core.errors import StoreError
 from flowkv.core.files import MALFORMED, open_regular, replacing, sensible
@@ -620,7 +621,7 @@ class Bundles:
         """Load pieces, each from the nearest tier that has it; return False if one is missing."""
         with self.guard:
             for number in range(len(self.store.stack.tiers) if pieces else 0):
-                here = [p for p in pieces if self.store.stack.serves(p.block, number)]
+                here = [p for p in pieces if serves(self.store.stack.mover, p.block, number)]
                 wanted = [
                     Load(p.block.key, p.target, BUNDLE_LAYOUT, 0, p.first, p.stripes) for p in here
                 ]

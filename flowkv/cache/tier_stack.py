@@ -427,6 +427,12 @@ _AWAY = ("breaker", "closed")  # reasons of a tier that is away now, and may com
 _NO_ROOM = ("full", "remote")
 
 
+def serves(mover: Mover, block: Block, number: int) -> bool:
+    """Return whether a tier has a block and answers, or is storing the block."""
+    lane = mover.lanes[number]
+    return block.key in lane.bodies or bool(block.tiers >> number & 1 and lane.answering)
+
+
 class TierStack:
     """The tiers below the devices and the blocks in them. Callers hold the KV lock.
 
@@ -742,11 +748,6 @@ class TierStack:
                 return number, *found
         return None
 
-    def serves(self, block: Block, number: int) -> bool:
-        """Return whether a tier has a block and answers, or is storing the block."""
-        lane = self.mover.lanes[number]
-        return block.key in lane.bodies or bool(block.tiers >> number & 1 and lane.answering)
-
     def _load(self, block: Block, number: int) -> tuple[FrameInfo, memoryview] | None:
         """Load and verify a block from one tier, into fresh memory.
 
@@ -757,7 +758,7 @@ class TierStack:
         Returns:
             The frame's header and its body; None if the tier cannot serve the block now.
         """
-        if not self.serves(block, number):
+        if not serves(self.mover, block, number):
             return None
         wished = [BUNDLE_LAYOUT if block.kind == "weights" else LAYOUT]
         if block.kind == "state" and block.group < len(self.forms):
