@@ -12,8 +12,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby, islice
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -358,7 +359,7 @@ class ClosedTails(dict[Block, list[int]]):
         beginnings: Index of blocks by their tokens.
 
     Attributes:
-        ends: Time when each runs out.
+        ends: Time when each runs out, if it does.
     """
 
     def __init__(self, pools: Sequence[PagePool], beginnings: Beginnings) -> None:
@@ -369,7 +370,8 @@ class ClosedTails(dict[Block, list[int]]):
     def keep(self, tail: Block, pages: list[int], end_ns: float) -> None:
         """Keep the pages of a tail until their memory is needed, or that time."""
         self.outgrow(tail.place, tail.tokens)  # type: ignore[arg-type]
-        self[tail], self.ends[tail] = pages, end_ns
+        self[tail] = pages
+        self.ends |= {tail: end_ns} if end_ns < inf else {}
         self._beginnings.add(tail)
         for pool, page in zip(self._pools, pages, strict=True):
             pool.share(page)
@@ -388,7 +390,7 @@ class ClosedTails(dict[Block, list[int]]):
         """Drop tails; None drops all, after an erasure or where content does not match its key."""
         for tail in list(self if tails is None else tails):
             self._beginnings.discard(tail)
-            del self.ends[tail]
+            self.ends.pop(tail, None)
             for pool, page in zip(self._pools, self.pop(tail), strict=True):
                 pool.release(page)
 
@@ -593,8 +595,8 @@ class Eviction:
         store, now_ns = self._store, self._store.context.now_ns()
         store.tails.drop([tail for tail, end_ns in store.tails.ends.items() if end_ns <= now_ns])
         for place in store.device_places.values():
-            used = store.index.those(place.policy.expired(now_ns).tolist())
-            store.forget(*[b for b in used if not (b.kept or b.tiers or b.going)])
+            used = store.index.get_all(place.overdue)
+            store.forget(*[b for b in used if b and not (b.kept or b.tiers or b.going)])
 
     def shed(self) -> None:
         """Evict the blocks of tenants that exceed their quotas."""
@@ -853,7 +855,7 @@ class PageStore:
         salts = {tenant_salt(name, config.secret_bytes): n for n, name in enumerate(config.quotas)}
         writes = None if config.admit == "all" else WriteAdmission(config.admit)
         self.context = PolicyContext(self.index, clock, gate, geometry.page_size, salts, writes)
-        self.samples, self.lease = Samples(config.audit), partial(device_lease, config)
+        self.samples, self.lease = Samples(config.audit), lru_cache(partial(device_lease, config))
         self.coming: dict[Block, list[Any]] = {}
         made = [(device, policies("gpu", pool.capacity_bytes())) for device, pool in pools.items()]
         self.device_places = {device: PolicyPlace(device, "gpu", one) for device, one in made}

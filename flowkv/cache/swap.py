@@ -553,16 +553,13 @@ class Snapshots:
 
     def _load(self, block: Block) -> tuple[dict[str, Any] | None, str]:
         """Load a state; return its values and the name of the tier, or (None, "")."""
-        found = self.store.stack.load(block)
-        if found is None:
-            return None, ""
-        number, info, body = found
-        block.fidelity = info.fidelity  # copies on other tiers may differ
-        try:
-            return decode_state(body), self.store.stack.tiers[number].name
-        except StoreError:
-            self.store.forget(block)
-            return None, ""
+        if (found := self.store.stack.load(block)) is not None:
+            block.fidelity = found[1].fidelity  # copies on other tiers may differ
+            try:
+                return decode_state(found[2]), self.store.stack.tiers[found[0]].name
+            except StoreError:
+                self.store.forget(block)
+        return None, ""
 
     def _attach_tail(self, seq: Sequence, length: int, values: dict[str, Any]) -> bool:
         """Put the tokens behind the last full page in place; return False if they do not fit."""

@@ -743,8 +743,7 @@ class TierStack:
     def load(self, block: Block) -> tuple[int, FrameInfo, memoryview] | None:
         """Load a block from the nearest tier that serves it, or is storing it; also its number."""
         for number in range(len(self.tiers)):
-            found = None if block.gone else self._load(block, number)
-            if found is not None:
+            if not block.gone and (found := self._load(block, number)) is not None:
                 return number, *found
         return None
 

@@ -60,13 +60,15 @@ class PolicyPlace:
 
     Attributes:
         held: Slots that must not be evicted.
+        overdue: Those of them that had run out at the last `expired`.
     """
 
-    __slots__ = ("_changed", "_counts", "_told", "held", "kind", "name", "policy")
+    __slots__ = ("_changed", "_counts", "_told", "held", "kind", "name", "overdue", "policy")
 
     def __init__(self, name: str, kind: str, policy: Policy) -> None:
         self.name, self.kind, self.policy = name, kind, policy
         self.held: dict[int, None] = {}
+        self.overdue = list[int]()
         self._counts = counts_pins(policy)
         self._told: dict[int, None] = {}
         self._changed: dict[int, None] = {}
@@ -103,7 +105,8 @@ class PolicyPlace:
 
     def expired(self, now_ns: int) -> list[int]:
         """Remove and return the unprotected slots of which the lease has run out here."""
-        slots = [slot for slot in self.policy.expired(now_ns).tolist() if slot not in self.held]
+        found, held = self.policy.expired(now_ns).tolist(), self.held
+        slots, self.overdue = [s for s in found if s not in held], [s for s in found if s in held]
         self.policy.remove(as_slots(slots))
         return slots
 
