@@ -594,9 +594,10 @@ class Eviction:
         self._relieve(PolicyPlace.expired, "lease")
         store, now_ns = self._store, self._store.context.now_ns()
         store.tails.drop([tail for tail, end_ns in store.tails.ends.items() if end_ns <= now_ns])
-        for place in store.device_places.values():
-            used = store.index.get_all(place.overdue)
-            store.forget(*[b for b in used if b and not (b.kept or b.tiers or b.going)])
+        slots = [slot for place in store.device_places.values() for slot in place.overdue]
+        used = filter(None, store.index.get_all(slots))
+        if late := [b for b in used if not (b.kept or b.tiers or b.going)]:
+            store.forget(*late)
 
     def shed(self) -> None:
         """Evict the blocks of tenants that exceed their quotas."""

@@ -551,11 +551,11 @@ class ForwardCall:
 
     def asks(self, *outputs: str) -> bool:
         """Return whether any of some outputs is wanted, by argument or by configuration."""
-        return any(
-            getattr(config, name, False) if self.given.get(name) is None else self.given[name]
-            for name in outputs
-            for config in self.names.configs
-        )
+        for name in outputs:
+            said, (outer, inner) = self.given.get(name), self.names.configs
+            if said or (said is None and (getattr(outer, name, 0) or getattr(inner, name, 0))):
+                return True
+        return False
 
     def _text_problem(self) -> str:
         if self.given.get(self.names.embeds) is not None:
