@@ -707,7 +707,7 @@ class Tails:
         return False
 
     def _end_ns(self, seq: Sequence) -> float:
-        """Return the time when the unfilled page of a sequence runs out, used now."""
+        """Return the end of the lease of a sequence's unfilled page, if its last use is now."""
         lease, now_ns = self.store.lease(seq.care.lease), self.store.context.now_ns()
         return min(now_ns + lease.lease_s * 1e9, seq.arrived_ns + lease.max_age_s * 1e9)
 

@@ -359,7 +359,7 @@ class ClosedTails(dict[Block, list[int]]):
         beginnings: Index of blocks by their tokens.
 
     Attributes:
-        ends: Time when each runs out, if it does.
+        ends: End of the lease of each tail that has one, in nanoseconds.
     """
 
     def __init__(self, pools: Sequence[PagePool], beginnings: Beginnings) -> None:
@@ -368,7 +368,7 @@ class ClosedTails(dict[Block, list[int]]):
         self.ends = dict[Block, float]()
 
     def keep(self, tail: Block, pages: list[int], end_ns: float) -> None:
-        """Keep the pages of a tail until their memory is needed, or that time."""
+        """Keep the pages of a tail until their memory is needed, or until `end_ns`."""
         self.outgrow(tail.place, tail.tokens)  # type: ignore[arg-type]
         self[tail] = pages
         self.ends |= {tail: end_ns} if end_ns < inf else {}
@@ -829,7 +829,7 @@ class PageStore:
         forms: The codecs and layouts of each group's pages.
         devices: Name of each group's device.
         index: The known blocks.
-        lease: Returns the times of a lease on devices.
+        lease: Returns the lease of a class on devices.
         context: Time, tenants and costs, shared by the policies of all places.
         idle: Granules of each device whose blocks may be evicted.
         stack: The tiers.

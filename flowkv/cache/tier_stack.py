@@ -741,7 +741,7 @@ class TierStack:
                             yield ReadFrom(number, codec, codec == codecs[-1])
 
     def load(self, block: Block) -> tuple[int, FrameInfo, memoryview] | None:
-        """Load a block from the nearest tier that serves it, or is storing it; also its number."""
+        """Load a block from the nearest tier that serves it; return also that tier's number."""
         for number in range(len(self.tiers)):
             if not block.gone and (found := self._load(block, number)) is not None:
                 return number, *found

@@ -1120,7 +1120,7 @@ _NAMELESS = operator.attrgetter(
 
 
 def _filed(code: types.CodeType, home: str) -> types.CodeType:
-    """Return code with its names in its file; torch's decorators rename theirs from 2.15 on."""
+    """Return the equal code of a file, by its own names: torch 2.15's decorators rename code."""
     every = _codes_of(home).values() if home == "torch.utils._contextlib" else ()
     return next((x for x in itertools.chain(*every) if _NAMELESS(x) == _NAMELESS(code)), code)
 

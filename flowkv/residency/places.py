@@ -60,7 +60,7 @@ class PolicyPlace:
 
     Attributes:
         held: Slots that must not be evicted.
-        overdue: Those of them that had run out at the last `expired`.
+        overdue: Held slots with an expired lease, as of the last `expired`.
     """
 
     __slots__ = ("_changed", "_counts", "_told", "held", "kind", "name", "overdue", "policy")
@@ -145,7 +145,7 @@ def _rank_only(lease: Lease) -> bool:
 
 
 def device_lease(config: Config, lease: str | Lease) -> Lease:
-    """Return the times of a lease on devices, as their configured policy reads it."""
+    """Return the lease of a class, as the configured policy of devices defines it."""
     if isinstance(lease, Lease) and not _rank_only(lease):
         return lease
     name, options = config.selection("gpu")

@@ -113,7 +113,7 @@ class ForwardHook:
         self.proof = Proof(kv, identity, self._lock)
         self.proof.watch()
         self._names_used, self._doubted, self._naming = {kv.namespace}, False, False
-        self._untried = False  # it was named anew behind a forward, or its trial has not ended
+        self._untried = False  # the name changed after a forward, or a trial was interrupted
         self._planned = identity.places(model)
         self._attends, self._reads = identity.attends(model), switch.reason
         self._verdicts: dict[Any, tuple[str, str, frozenset[int]]] = {}
